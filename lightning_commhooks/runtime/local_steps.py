@@ -131,12 +131,13 @@ class LocalSteps:
         if self._reports:
             self._steps.before_any(self.models.layout.trained.values())
         bound.begin_backward(step, self.models.num_steps)
-        if bound.average_buffers and bound.is_local(step):
+        is_local = bound.is_local(step)
+        if is_local and bound.average_buffers:
             # Also where the optimizer skips the step.
             self.models.buffers_diverge()
         self._check_steps()
         # No step is local while there are no other replicas, but they may join.
-        if bound.is_local(step) or self._runtime.source.ranks_change:
+        if is_local or self._runtime.source.ranks_change:
             self._check_optimizers()
 
     def _check_optimizers(self) -> None:

@@ -148,14 +148,11 @@ class _BoundPerParameter(BoundWrapper):
         return any(hook.is_local(step) for hook in self._hooks)
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        own: list[dict[str, Tensor]] = [{} for _ in self._hooks]
-        for name, p in stepped.parameters.items():
-            own[self._index(name)][name] = p
-        parts = [
-            (hook, dataclasses.replace(stepped, parameters=found))
-            for hook, found in zip(self._hooks, own, strict=True)
-            if found
-        ]
+        parts = []
+        for i, hook in enumerate(self._hooks):
+            own = {name: p for name, p in stepped.parameters.items() if self._index(name) == i}
+            if own:
+                parts.append((hook, dataclasses.replace(stepped, parameters=own)))
         models, step = stepped.models, stepped.step
         is_local = step >= 0 and self.is_local(step)
         applies = is_local and any(averages_models(hook) and hook.applies_average_after(part) for hook, part in parts)
