@@ -528,7 +528,7 @@ def random_factors(keys: Sequence[str], shape: Sequence[int], like: Tensor, seed
     buckets does not matter, and on the step.
     """
     generator = torch.Generator()
-    factors = torch.empty(len(keys), *shape, device="cpu")
+    factors = torch.empty(len(keys), *shape, dtype=torch.float32, device="cpu")
     for key, factor in zip(keys, factors, strict=True):
         factor.normal_(generator=generator.manual_seed(zlib.crc32(f"{seed}:{step}:{key}".encode())))
     # A copy from pinned memory does not wait for the device.

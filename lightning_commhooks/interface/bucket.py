@@ -51,9 +51,10 @@ class Bucket:
         step: number of synchronized backwards before this one, rank-uniform.
         slots: the parameters in the bucket, in memory order; together they cover it without gaps.
         unused: names of parameters that this rank did not use, or `None` unless DDP runs with
-            `find_unused_parameters=True`. DDP then discards a hook's result for a parameter that no rank used, so a
-            hook must not use up the memory of such a parameter: see `used`. For it, the bucket contains the `.grad`
-            that an earlier backward left.
+            `find_unused_parameters=True`. DDP then discards a hook's result for a parameter that no rank used, or with
+            `gradient_as_bucket_view=True` leaves it in `.grad`, so a hook must neither use up the memory of such a
+            parameter nor add it to the gradient: see `used`. For it, the bucket contains the `.grad` that an earlier
+            backward left.
         loss_scale: the scale of the `GradScaler`, rank-uniform; a float, or on CUDA a tensor of one element, because
             reading it would synchronize. Memory is in units of the unscaled loss: divide gradients by this value when
             they enter the memory, and multiply them when they leave it.

@@ -157,16 +157,18 @@ class ErrorFeedback(BoundHook):
         residual = self._residual(bucket, slots) if slots and self.has_residuals else None
         if bucket.unused is None or residual is None:
             return (yield from self.average_(residual, bucket, ranks))
-        # DDP discards a hook's result for a parameter that no rank uses: keep its residual.
-        before = {slot: slot.view(residual).clone() for slot in slots if slot.name in bucket.unused}
+        # Keep the residual and the gradient of a parameter that no rank uses: DDP discards a hook's result for it, or
+        # `.grad` is a view of the bucket.
+        flats = residual, bucket.flat
+        before = {slot: [slot.view(one).clone() for one in flats] for slot in slots if slot.name in bucket.unused}
         used = bucket.used(slots, residual)
         counting = ranks.not_gradients().all_reduce_(used)
         finite = yield from self.average_(residual, bucket, ranks)
         yield from counting
         for slot, is_used in zip(slots, used > 0, strict=True):
-            if slot in before:
-                own = slot.view(residual)
-                own.copy_(torch.where(is_used, own, before[slot]))
+            for flat, kept in zip(flats, before.get(slot, ()), strict=False):
+                now = slot.view(flat)
+                now.copy_(torch.where(is_used, now, kept))
         return finite
 
     def _residual(self, bucket: Bucket, slots: Sequence[Slot]) -> Tensor:

@@ -77,15 +77,29 @@ class AveragesModelsMixin(Strategy):
         return handles_signal() or bool(self.lightning_module.trainer.interrupted)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """State of the module for a checkpoint, averaged over ranks where it differs."""
+        """State of the module for a checkpoint, averaged over ranks where it differs.
+
+        The averages stay until the checkpoint is written: callbacks and the module may add other weights to it.
+        """
         attachment = self._averaging()
         if attachment is None:
             return super().lightning_module_state_dict()
         if self._may_be_elsewhere():
             logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)
             return super().lightning_module_state_dict()
-        with attachment.averaged(permanently=self._resync):
-            return _cloned(super().lightning_module_state_dict())
+        if self._resync:
+            attachment.average_weights()
+        else:
+            attachment.show_average()
+        return _cloned(super().lightning_module_state_dict())
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write the checkpoint, and go on from each rank's own model."""
+        try:
+            super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        finally:
+            if (attachment := self._averaging()) is not None:
+                attachment.runtime.local.hide_average()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """State of an optimizer for a checkpoint, averaged over ranks where it differs."""

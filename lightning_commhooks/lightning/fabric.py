@@ -156,18 +156,19 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         # Before anything can fail on one rank only: all ranks skip the same average.
         self._has_just_saved = True
         with self._registry.averaged(self._optimizers):
-            if _has_model(state):
-                state = {**state, CHECKPOINT_KEY: self._registry.state_dict()}
+            attachments = self._registry.by_name(_models(state))
+            if attachments:
+                state = {**state, CHECKPOINT_KEY: {name: one.state_dict() for name, one in attachments.items()}}
             super().save_checkpoint(path, state, *args, **kwargs)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load, and after the models the hooks' state."""
         rest = super().load_checkpoint(path, state, *args, **kwargs)
-        if isinstance(state, dict) and _has_model(state):
+        if isinstance(state, dict) and (attachments := self._registry.by_name(_models(state))):
             with refusals_of(self):
-                self._registry.load_state_dict(rest.pop(CHECKPOINT_KEY, None), str(path))
+                self._registry.load_by_name(attachments, rest.pop(CHECKPOINT_KEY, None), str(path))
         return rest
 
 
-def _has_model(state: dict[str, Any]) -> bool:
-    return any(isinstance(value, DistributedDataParallel) for value in state.values())
+def _models(state: dict[str, Any]) -> dict[str, DistributedDataParallel]:
+    return {key: value for key, value in state.items() if isinstance(value, DistributedDataParallel)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -113,22 +113,47 @@ class Attachments:
 
         `source` names the origin of the states in messages.
         """
-        attachments = self.open()
-        if not attachments:
-            return  # a single process has no hooks
+        attachments, text = self.open(), _without_states(source)
+        found: list[dict[str, Any] | None] = [None] * len(attachments)
         if states is not None and len(states) == len(attachments):
-            for attachment, state in zip(attachments, states, strict=True):
-                attachment.load_state_dict(state, strict_state=self._strict_state)
-            return
-        if states is None:
-            text = f"{source} has no state of communication hooks: it was saved without them"
-        else:
+            found = [*states]
+        elif states is not None and attachments:  # a single process has no hooks
             text = (
                 f"{source} has the state of {len(states)} communication hooks, but {len(attachments)} models have one"
             )
             if self._strict_state:
                 raise ValueError(f"{text}; prepare the same models as when it was saved, or use strict_state=False")
-        for attachment in attachments:
-            attachment.reset_state()
-        if any(attachment.has_state for attachment in attachments):
-            warnings.warn(f"{text}. They are reset to step 0", stacklevel=3)
+        self._load(attachments, found, text)
+
+    def by_name(self, models: Mapping[str, nn.Module]) -> dict[str, Attachment]:
+        """Return the open attachments of models, by the models' names, in the same order on all ranks."""
+        named = [(name, models[name]) for name in sorted(models)]
+        return {name: one for name, model in named for one in self.open() if one.is_attached_to(model)}
+
+    def load_by_name(
+        self, attachments: Mapping[str, Attachment], states: Mapping[str, dict[str, Any]] | None, source: str
+    ) -> None:
+        """Load states as `load_state_dict` does, into `attachments` of the same names. Collective."""
+        text = _without_states(source)
+        missing = [name for name in attachments if states is not None and name not in states]
+        if states is not None and missing:
+            text = f"{source} has the state of communication hooks for {sorted(states)}, and not for {missing}"
+            if self._strict_state:
+                raise ValueError(f"{text}; give models the names they were saved with, or use strict_state=False")
+        self._load([*attachments.values()], [(states or {}).get(name) for name in attachments], text)
+
+    def _load(self, attachments: Sequence[Attachment], states: Sequence[dict[str, Any] | None], text: str) -> None:
+        """Load states, and reset a hook without one, with a warning."""
+        reset = []
+        for attachment, state in zip(attachments, states, strict=True):
+            if state is not None:
+                attachment.load_state_dict(state, strict_state=self._strict_state)
+            else:
+                attachment.reset_state()
+                reset.append(attachment)
+        if any(attachment.has_state for attachment in reset):
+            warnings.warn(f"{text}. They are reset to step 0", stacklevel=4)
+
+
+def _without_states(source: str) -> str:
+    return f"{source} has no state of communication hooks: it was saved without them"

@@ -144,6 +144,11 @@ class Engine(ABC):
         """Whether there was a failure."""
         return self._failure is not None
 
+    @property
+    def has_lost_a_peer(self) -> bool:
+        """Whether a connection to another rank is closed; always false if the backend does not expose connections."""
+        return self._connections.without_a_peer() is not None
+
     def raise_if_unusable(self) -> None:
         """Raise `HookError` if work has failed, the engine is closed, this is a fork, or a CUDA graph is captured."""
         if self._is_forked:

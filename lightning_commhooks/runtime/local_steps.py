@@ -185,7 +185,7 @@ class LocalSteps:
             return
         self._steps.begin(optimizer, frame)
         if self.models.shows_averages and self.models.stepped(optimizer, -1) is not None:
-            self._hide_unless_in_block()
+            self.hide_average()
             self._refuse_within_block()
 
     def _refuse_within_block(self) -> None:
@@ -366,15 +366,15 @@ class LocalSteps:
         else:  # nothing is sent
             self._runtime.clock.end()
 
-    def _hide_unless_in_block(self) -> None:
-        """Restore this rank's own model after `show_average`, as training continues."""
+    def hide_average(self) -> None:
+        """Restore this rank's own model after `show_average`, unless it is within a `with` that shows averages."""
         if not self._num_blocks:
             self.models.hide()
 
     def before_forward(self, is_training: bool) -> None:
         """Process a forward of the DDP model before it begins."""
         if torch.is_grad_enabled():
-            self._hide_unless_in_block()
+            self.hide_average()
         elif not is_training and self.models.differ:
             fix = _OF_ONE_RANK
             if self.models.ranks_change:

@@ -409,6 +409,8 @@ class Runtime:
 
     def _why_not_here(self, missing: list[int]) -> str | None:
         assert self._engine is not None
+        if self._engine.has_lost_a_peer:
+            return "not called it, and a connection is closed: a rank has ended, or has closed its hook"
         turns = self._engine.num_turns
         if turns is None:
             return None

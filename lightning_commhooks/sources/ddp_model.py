@@ -42,9 +42,12 @@ def checked_model(model: object) -> DistributedDataParallel:
                 "DistributedDataParallel to itself: wrap the module instead, "
                 "attach(DistributedDataParallel(module), hook)"
             )
+        fix = "wrap the model first: attach(DistributedDataParallel(model), hook); or shard it by FSDP"
+        for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+            if isinstance(module, DistributedDataParallel):
+                fix = f"attach(model.{name}, hook)"
         raise ValueError(
-            f"hooks attach to torch.nn.parallel.DistributedDataParallel, not to {type(model).__name__}; "
-            "wrap the model first: attach(DistributedDataParallel(model), hook); or shard it by FSDP"
+            f"hooks attach to torch.nn.parallel.DistributedDataParallel, not to {type(model).__name__}; {fix}"
         )
     if model._comm_hooks and getattr(model._comm_hooks[-1][0], "is_closed", bool)():
         raise ValueError(
@@ -55,6 +58,11 @@ def checked_model(model: object) -> DistributedDataParallel:
         raise ValueError(
             "_apply_optimizer_in_backward() was used on parameters of the model: DDP averages their gradients by a "
             "hook of its own, and takes no other. Use an optimizer that steps after the backward"
+        )
+    if model._delay_all_reduce_params:
+        raise ValueError(
+            "DistributedDataParallel(delay_all_reduce_named_params=...) averages these parameters by itself, without "
+            "the hook, and does not wait for the result: ranks may differ. Leave the option out"
         )
     # Not its list of hooks: in a copy of a model they are not at work.
     if registered_name(model):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, HSDPMeshInfo
 from torch.utils.hooks import RemovableHandle
 
@@ -60,9 +61,12 @@ class _HookedGroup(dist.ProcessGroup):
             if share.is_cuda:
                 # Before PyTorch 2.15 FSDP2 frees it in the order of another stream than this one.
                 share.record_stream(torch.cuda.current_stream())
+            # With a sum, for float16, float64, a divide factor, or forced, FSDP2 divides the result. The hook gets
+            # gradients in units of the loss all the same: its memory may be loaded with another number of shards.
+            divisor = self._unit.divisor(share) if op == dist.ReduceOp.SUM else None
+            _multiply_(share, self.size() / divisor if divisor else 1)
             self._unit.average_(share)
-            if op == dist.ReduceOp.SUM:  # with float16, a divide factor, or forced: FSDP2 divides by itself
-                share.mul_(self.size())
+            _multiply_(share, divisor or 1)
         except Exception as failure:
             # PyTorch would log an exception from here, and fail at that, since it does not know this group.
             self._unit.failure = failure
@@ -115,6 +119,16 @@ class _Unit:
 
         group.post_backward = noting  # on the instance: autograd asks it by name
 
+    def divisor(self, share: Tensor) -> float:
+        """Return the number by which FSDP2 divides the sum over replicas."""
+        group = self._group()
+        assert group is not None
+        mesh_info = group.mesh_info
+        shards, replicas = getattr(mesh_info, "shard_process_group", None), mesh_info.replicate_process_group
+        options = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+        _, afterwards, *_ = _get_gradient_divide_factors(shards, replicas, share.dtype, share.device.type, *options)
+        return afterwards or 1.0
+
     def average_(self, share: Tensor) -> None:
         """Average this rank's share of the gradients over replicas, on CUDA on the current stream."""
         runtime, (slots, parts) = self._runtime, self._layout_of(share)
@@ -162,6 +176,11 @@ class _Unit:
             group.mesh_info = self._original
             del group.post_backward
             self._runtime = None
+
+
+def _multiply_(share: Tensor, factor: float) -> None:
+    if factor != 1:
+        share.mul_(factor)
 
 
 def _with_replicas(mesh_info: Any) -> Any:

@@ -94,5 +94,14 @@ def test_checkpoints_of_and_for_others(results):
         assert "strict_state" in result["refused"]
 
 
+def test_states_of_hooks_belong_to_models_by_name(results):
+    for rank in results:
+        result = rank["by name"]
+        assert apart(result["whole"], result["resumed"]) < 1e-14
+        assert "has the state of communication hooks for ['model1'], and not for ['model0']" in result["refused"]
+        assert result["loaded"] == [0, 3]
+        assert any("They are reset to step 0" in text for text in result["warnings"])
+
+
 def test_sharded_optimizer_is_refused(results):
     assert all("ZeroRedundancyOptimizer: it keeps its state in shards" in rank["sharded"] for rank in results)

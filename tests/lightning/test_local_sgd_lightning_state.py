@@ -97,6 +97,14 @@ def test_validated_and_saved_is_the_average(saved, label):
         assert_close(tasks.flat(task_of(saved, f"{label}-step={step}", norm=True)), mean(*own), step, 1e-15)
 
 
+@pytest.mark.parametrize("label", ["watched", "exact", "resync"])
+@pytest.mark.parametrize("name", ["val-step=6", "step=9"])
+def test_a_module_adds_averages_to_a_checkpoint(saved, label, name):
+    ckpt = checkpoint(saved, f"{label}-{name}")
+    for key, value in ckpt["copied"].items():
+        assert torch.equal(value, ckpt["state_dict"][f"task.{key}"]), key
+
+
 def test_checkpoints_validate_the_same_in_one_process(saved, one_process):
     losses = one_process("alone")["losses"]
     assert len(losses) == 9

@@ -403,6 +403,15 @@ def test_interrupt_of_a_call(start):
     assert ranks.end(0)[0] == -signal.SIGINT
 
 
+@pytest.mark.parametrize("latency", LATENCIES)
+def test_kill_of_a_rank_that_others_wait_for_between_steps(start, latency):
+    ranks = start(wait_in_state_dict, **latency)
+    ranks.send(1, signal.SIGKILL)
+    code, _, err = ranks.end(0)
+    assert code == 1, err
+    assert "HookError: state_dict() must be called on all ranks, and rank 1 has not called it, and a conn" in err
+
+
 @pytest.mark.parametrize(("killed", "latency"), list(enumerate(LATENCIES)))
 def test_sigterm_kills_one_rank(start, killed, latency):
     ranks = start(wait_for_rank_1, **latency)

@@ -235,14 +235,66 @@ def refusals(rank, world):
     with_optimizer = mlp()
     _apply_optimizer_in_backward(torch.optim.SGD, with_optimizer.parameters(), {"lr": 0.1})
     texts = []
-    for model in (replicate(mlp()), DistributedDataParallel(with_optimizer)):
-        with pytest.raises(ValueError, match=r"Use an|attach\(") as refused:
+    delayed = mlp()
+    options = {
+        "delay_all_reduce_named_params": [("0.weight", delayed[0].weight)],
+        "param_to_hook_all_reduce": delayed[2].weight,
+    }
+    delaying = DistributedDataParallel(delayed, **options)
+    for model in (replicate(mlp()), DistributedDataParallel(with_optimizer), delaying):
+        with pytest.raises(ValueError, match=r"Use an|attach\(|Leave the option out") as refused:
             lc.attach(model, "bf16")
         texts.append(str(refused.value))
     return texts
 
 
 def test_models_that_are_averaged_otherwise_are_refused_with_what_to_do(run):
-    for composable, in_backward in run(refusals):
+    for composable, in_backward, delaying in run(refusals):
+        assert "delay_all_reduce_named_params=" in delaying
         assert "attach(DistributedDataParallel(module), hook)" in composable
         assert "Use an optimizer that steps after the backward" in in_backward
+
+
+class TwoParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.zeros(16, 16)) for _ in range(2))
+
+    def forward(self, x, uses_second):
+        total = (self.first * x).sum()
+        return total + (self.second * x).sum() if uses_second else total
+
+
+def gradients_that_stay(rank, world, hook, options):
+    """The gradient of a parameter in steps in which no rank uses it, and the error of all that it got in the end."""
+    model = TwoParts()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, **options)
+    attachment = lc.attach(ddp, lc.Schedule({0: hook, 8: "allreduce"}))
+    unused, total, expected = [], torch.zeros(16, 16), torch.zeros(16, 16)
+    for step in range(9):
+        ddp.zero_grad(set_to_none=False)
+        xs = [torch.randn(16, 16, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world)]
+        uses_second = step % 4 < 2
+        ddp(xs[rank], uses_second).backward()
+        expected += sum(xs) / world * uses_second
+        total += 0 if model.second.grad is None else model.second.grad
+        if not uses_second:
+            unused.append(model.second.grad.abs().max().item())
+    attachment.close()
+    return unused, (total - expected).norm().item() / expected.norm().item()
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lc.Int4(min_bytes=0, block_size=8),
+        lc.PowerSGD(start_powerSGD_iter=0, min_compression_rate=1),
+        lc.ChunkedTopK(k=8, chunk_size=64, decay=1.0),
+    ],
+    ids=lambda hook: hook.name,
+)
+def test_a_parameter_that_no_rank_uses_keeps_its_gradient_and_what_is_left_to_send(run, hook, is_view):
+    for unused, error in run(gradients_that_stay, hook, {"gradient_as_bucket_view": is_view}):
+        assert unused == [0.0] * 4
+        assert error < 1e-5

@@ -4,6 +4,7 @@ import copy
 import sys
 import warnings
 
+import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy
@@ -120,6 +121,8 @@ def checkpoints(folder):
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
     rest = fabric.load(f"{folder}/diloco, delay-True.ckpt", {"model0": model, "optimizer0": optimizer})
     fabric.save(f"{folder}/plain.ckpt", {"model0": model})
+    with pytest.raises(ValueError, match=r"not to _FabricModule; attach\(model\._forward_module, hook\)"):
+        lc.attach(model, "int8")
     run = Run(HOOKS["diloco, delay"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -135,6 +138,35 @@ def checkpoints(folder):
     run.close()
     other.close()
     return {"rest": sorted(rest), "warnings": [str(w.message) for w in caught], "same": same, "refused": refused}
+
+
+def by_name(folder):
+    """A checkpoint of two models into models that are set up in the other order, into one of them, into others."""
+    path, hook = f"{folder}/by_name.ckpt", HOOKS["diloco, delay"]
+    run = Run(hook, exact_state=True)
+    run.train(range(6))
+    run.fabric.save(path, run.state())
+    run.fabric.save(f"{folder}/one.ckpt", {"model1": run.models[1]})
+    whole = run.train(range(6, 14))
+    run.close()
+    run = Run(hook, exact_state=True)
+    run.models.reverse(), run.optimizers.reverse(), run.plain.reverse()
+    run.fabric.load(path, run.state())
+    resumed = run.train(range(6, 14))
+    run.fabric.load(f"{folder}/one.ckpt", {"model1": run.models[1]})
+    with pytest.raises(MisconfigurationException) as refused:
+        run.fabric.load(f"{folder}/one.ckpt", {"model0": run.models[0], "model1": run.models[1]}, strict=False)
+    run.close()
+    run = Run(hook, exact_state=True, strict_state=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fabric.load(f"{folder}/one.ckpt", {"model0": run.models[0], "model1": run.models[1]}, strict=False)
+    loaded = [int(attachment.state_dict()["steps"]) for attachment in run.strategy.attachments]
+    run.close()
+    return {
+        **{"whole": whole, "resumed": resumed, "refused": str(refused.value), "loaded": loaded},
+        "warnings": [str(warning.message) for warning in caught],
+    }
 
 
 def sharded():
@@ -155,6 +187,7 @@ def main():
     results = {(name, exact): run_with(name, folder, exact) for name in HOOKS for exact in (False, True)}
     results["undisturbed"] = {name: undisturbed(name, folder) for name in HOOKS}
     results["checkpoints"] = checkpoints(folder)
+    results["by name"] = by_name(folder)
     results["sharded"] = sharded()
     torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()

@@ -29,6 +29,13 @@ def checkpoints(name, **options):
     return ModelCheckpoint(dirpath=OUT, filename=name, save_top_k=-1, **options)
 
 
+class Copying(Regression):
+    """Adds its weights to a checkpoint by itself."""
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["copied"] = self.task.state_dict()
+
+
 class Metrics(pl.Callback):
     """What Lightning says at each validation, and what it has validated."""
 
@@ -55,7 +62,7 @@ def watched():
             by_step = checkpoints(f"{label}-{{step}}", every_n_train_steps=3)
             more = [by_validation, by_step, Metrics(label)]
             trainer = {"val_check_interval": 3, "num_sanity_val_steps": 2}
-        module = Regression("adamw", norm=True)
+        module = Copying("adamw", norm=True)
         strategy = CompressedDDP(hook=POST, **(options or {}))
         train(label, strategy, module, epochs=2, more=more, validation=VALIDATION, **trainer)
 

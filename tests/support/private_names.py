@@ -204,6 +204,7 @@ TORCH = {
     "._join_config": _joins,
     "._divide_by_initial_world_size": _joins_and_tells_by_what_it_divides,
     "._in_backward_optimizers": _marks_optimizers,
+    "._delay_all_reduce_params": lambda: _ddp()._delay_all_reduce_params == [],
     **dict.fromkeys(("._get_backend", "._timeout"), _group_keeps_its_timeout),
     **dict.fromkeys(("._Options", "._devices", "._threads"), _gloo_takes_devices),
     "._register_backend": lambda: hasattr(dist.ProcessGroup, "_register_backend"),
