@@ -302,6 +302,7 @@ class LocalSteps:
             self.models.show_common_(self.common_model(), permanently=True)
         else:
             self._runtime.call(lambda: self.models.average_permanently_(everything))
+        self._runtime.source.weights_replaced()
 
     def average_state(self, optimizer: Optimizer) -> None:
         """Permanently average the state of an optimizer."""
@@ -331,7 +332,7 @@ class LocalSteps:
                 models.hide(key)
             self._num_blocks -= model
             if model and not (self._num_blocks or was_shown):
-                models.hide()
+                self._hide()
 
     def _with_own_state(self, optimizer: Optimizer) -> OptimizerStep | None:
         stepped = self.models.stepped(optimizer, -1)
@@ -348,6 +349,12 @@ class LocalSteps:
             self.models.show_common_(self.common_model(), permanently=False)
         else:
             self._runtime.call(self.models.show_)
+        self._runtime.source.weights_replaced()
+
+    def _hide(self) -> None:
+        if self.models.shows_averages:
+            self.models.hide()
+            self._runtime.source.weights_replaced()
 
     def common_model(self) -> Mapping[str, Tensor]:
         """Return the parameters as they were after the last average, by name, if the hook keeps them."""
@@ -369,7 +376,7 @@ class LocalSteps:
     def hide_average(self) -> None:
         """Restore this rank's own model after `show_average`, unless it is within a `with` that shows averages."""
         if not self._num_blocks:
-            self.models.hide()
+            self._hide()
 
     def before_forward(self, is_training: bool) -> None:
         """Process a forward of the DDP model before it begins."""

@@ -126,6 +126,9 @@ class Source(ABC):
         """Counts of the source itself."""
         return {}
 
+    def weights_replaced(self) -> None:  # noqa: B027  # optional to override
+        """Called after averages took the place of this rank's own weights, or the reverse."""
+
     def end_step(self) -> None:  # noqa: B027  # optional to override
         """Called at the end of each synchronized backward."""
 

@@ -166,6 +166,11 @@ class _Unit:
             )
         return slots_there, [share] if not any(sizes[1::2]) else list(share.split(sizes)[::2])
 
+    def reshard(self) -> None:
+        """Drop gathered parameters, if FSDP2 has kept them after a forward."""
+        if (group := self._group()) is not None:
+            group.reshard()
+
     def close(self) -> None:
         """Leave the average to FSDP2 again; a failure stays one, since ranks have other gradients after it."""
         group = self._group()
@@ -338,13 +343,19 @@ class Replicas(Source):
         if averages_models(runtime.bound):
             local = runtime.local
             before = torch.compiler.disable(lambda model, inputs: local.before_forward(model.training))
-            self._handle = model.register_forward_pre_hook(NotCopied(before))
+            # Before FSDP2's own, which gathers the parameters.
+            self._handle = model.register_forward_pre_hook(NotCopied(before), prepend=True)
 
     def metrics(self) -> dict[str, float]:
         found = self._gather.metrics() if self._gather is not None else {}
         within = self._within.metrics() if self._within is not None else {}
         names = ("bytes_sent", "bytes_dense", "compression_ratio")
         return {**found, **{f"shard_{name}": within[name] for name in names if name in within}}
+
+    def weights_replaced(self) -> None:
+        # FSDP2 keeps the gathered parameters of its root after a forward without gradients.
+        for unit in self._units:
+            unit.reshard()
 
     def gradients(self, reduced: Sequence[Tensor]) -> Sequence[Tensor]:
         # FSDP2 may have cast, added or offloaded the reduced gradients, on its own stream. It waits for that at the end
