@@ -167,8 +167,12 @@ class AcceleratorEvents:
         self.check()
         prepared = original(*args, **kwargs)
         # Not earlier: a model may be prepared again, too.
-        self._tell(self.attachments.drop_freed(self.accelerator._models))
+        self.drop_freed()
         return prepared
+
+    def drop_freed(self) -> None:
+        """Leave models out of checkpoints that were freed, once others have taken their place."""
+        self._tell(self.attachments.drop_freed(self.accelerator._models))
 
     def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for attachment in self.attachments.open() if self.tells_forecast else ():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -395,15 +397,61 @@ def attach_to_prepared(
         raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
     resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given, remembers=True)
     check_even(resolved, "Accelerate")
-    attachments = [attach(model, resolved, exact_state=exact_state, **sharding) for model in accelerator._models]
-    events = _EventsOfShards(accelerator, resolved.name, resync=resync, strict_state=True)
-    for attachment in attachments if has_replicas else ():
-        events.add(attachment)
+    options_of_all = {"exact_state": exact_state, **sharding}
+    events: Any = AcceleratorEvents.of(accelerator)
+    if events is not None and events.resync != resync:
+        raise ValueError(f"use_comm_hook(accelerator, resync={resync!r}): give all models of an accelerator one value")
+    known = (
+        [] if events is None else [events.attached_before(one, resolved, options_of_all) for one in accelerator._models]
+    )
+    attachments = [
+        attach(model, resolved, **options_of_all) if before is None else before
+        for model, before in itertools.zip_longest(accelerator._models, known)
+    ]
+    if events is None:
+        events = _EventsOfShards(accelerator, resolved.name, resync=resync, strict_state=True)
+    if has_replicas and _is_called_by_a_trainer():
+        warnings.warn(
+            f"use_comm_hook(accelerator, hook={resolved.name!r}) in a Trainer, with replicas of shards: its "
+            "checkpoints have no state of the hook, and the model of one replica, not the average; train() does not "
+            "end with the average. Call accelerator.save_state() and accelerator.load_state() in a TrainerCallback, and "
+            "attachments[0].average_weights() after train()",
+            stacklevel=4,
+        )
+    events.take([one for one in attachments if one not in known], resolved, options_of_all, has_replicas)
     return FSDPCommHook(resolved, attachments)
+
+
+def _is_called_by_a_trainer() -> bool:
+    # A trainer gives its accelerator no sign, and neither saves nor loads by it.
+    frames = traceback.walk_stack(sys._getframe())
+    return any(frame.f_globals.get("__name__") == "transformers.trainer" for frame, _ in frames)
 
 
 class _EventsOfShards(AcceleratorEvents):
     """Saves the state of each shard in a file of its own."""
+
+    def __init__(self, accelerator: Accelerator, hook: str, *, resync: bool, strict_state: bool) -> None:
+        super().__init__(accelerator, hook, resync=resync, strict_state=strict_state)
+        self.resync = resync
+        # With the hook and options that were given for them.
+        self._taken: list[tuple[Attachment, CommHook, dict[str, Any]]] = []
+
+    def attached_before(self, model: nn.Module, hook: CommHook, options: dict[str, Any]) -> Attachment | None:
+        """The attachment of a model that has the same hook already, as in a second `train()` of a trainer."""
+        for attachment, *given in self._taken:
+            if attachment.is_attached_to(model) and not attachment.is_closed and given == [hook, options]:
+                return attachment
+        return None
+
+    def take(
+        self, attachments: Sequence[Attachment], hook: CommHook, options: dict[str, Any], have_replicas: bool
+    ) -> None:
+        """Look after further models."""
+        self._taken += [(attachment, hook, options) for attachment in attachments]
+        for attachment in attachments if have_replicas else ():
+            self.add(attachment)
+        self.drop_freed()
 
     def check(self) -> None:
         """A model that is prepared later needs a `use_comm_hook` of its own."""

@@ -63,8 +63,16 @@ def test_between_replicas_of_a_parallelism_config(tmp_path):
     assert gradients["metrics"]["numel_compressed"] > 0
     assert gradients["metrics"]["shard_compression_ratio"] == pytest.approx(2)
     assert gradients["metrics"]["gather_compression_ratio"] > 1.2, "shares fill no block"
-    files = sorted(file.name for file in (tmp_path / "powersgd").glob("comm_hook*"))
-    assert files == [f"comm_hook_0-{i}-of-2.pt" for i in (0, 1)]
+    later = found["later"]
+    assert later["attachments"] == [2, 0], "the first model keeps its hook"
+    assert "resync=True): give all models of an accelerator one value" in later["resync"]
+    assert "already" in later["another"]
+    assert later["steps"] == 3
+    assert len(later["warnings"]) == 1
+    assert "its checkpoints have no state of the hook" in later["warnings"][0]
+    for folder, num in {"powersgd": 1, "both": 2, "next": 1}.items():
+        files = sorted(file.name for file in (tmp_path / folder).glob("comm_hook*"))
+        assert files == [f"comm_hook_{k}-{i}-of-2.pt" for k in range(num) for i in (0, 1)]
 
 
 @pytest.mark.parametrize(

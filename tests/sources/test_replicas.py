@@ -721,6 +721,126 @@ def test_replicas_step_alone_as_ddp_does(run):
                 assert difference(weights, averages) > 1e-4, label
 
 
+class WithScale(Network):
+    """With a parameter of the root, which FSDP2 keeps gathered after a forward without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 24))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+def evaluated(model):
+    with torch.no_grad():
+        return model(batch(99, rank=0)).square().mean().item()
+
+
+def evaluate_within(attachment, model):
+    own = evaluated(model)
+    with attachment.averaged_weights():
+        return own, evaluated(model)
+
+
+def evaluate_after(attachment, model):
+    own = evaluated(model)
+    attachment.show_average()
+    return own, evaluated(model)
+
+
+def show_only(attachment, model):
+    attachment.show_average()
+    return 1.0, 0.0
+
+
+EVALUATIONS = {"none": lambda *_: (1.0, 0.0), "within": evaluate_within, "after": evaluate_after, "shown": show_only}
+
+
+def evaluating(rank, world, options):
+    """Weights in the end, and losses of the own model and the average in the middle, by the kind of evaluation."""
+    found = {}
+    with leaving_no_groups():
+        mesh = mesh_of_two()
+        for label, evaluate in EVALUATIONS.items():
+            torch.manual_seed(0)
+            model = WithScale()
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh, **options)
+            fully_shard(model, mesh=mesh, **options)
+            optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+            attachment = lc.attach(model, LOCAL["diloco"], optimizers=[optimizer])
+            for step in range(8):
+                model(batch(step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 4:
+                    losses = evaluate(attachment, model)
+            found[label] = losses, [p.detach().to_local().clone() for p in model.parameters()]
+            attachment.average_weights()
+            attachment.close()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["default", "kept"])
+def test_evaluation_between_averages_is_of_the_average_and_changes_nothing(run, options):
+    results = run(evaluating, options, world=WORLD, timeout=120)
+    for found in results:
+        for label, (_, weights) in found.items():
+            assert all(map(torch.equal, weights, found["none"][1])), label
+    for label in ("within", "after"):
+        owns, averages = zip(*(found[label][0] for found in results), strict=True)
+        assert max(owns) - min(owns) > 1e-4
+        assert max(averages) - min(averages) < 1e-6
+
+
+def handed_out(attachment, model, inputs, num_steps):
+    """The sum of the gradients of some steps, in each of which a rank has its own input, or zeros."""
+    total = 0
+    for step in range(num_steps):
+        x = inputs[step] if inputs else torch.zeros_like(model.weight.full_tensor())
+        (model(x) * x.cos()).sum().backward()
+        total = total + model.weight.grad.full_tensor()
+        model.zero_grad()
+    attachment.note_end(as_planned=False)
+    return total
+
+
+def left_over(rank, world, dtype, factor):
+    """What is left to send when two shards become one, and what is sent of it then."""
+    inputs = {r: [batch(step, rank=r)[:, :8].to(dtype) for step in range(3)] for r in range(world)}
+    left, states = 0, []
+    with leaving_no_groups():
+        for num_shards in (2, 1):
+            mesh = init_device_mesh("cpu", (world // num_shards, num_shards), mesh_dim_names=("replicas", "shards"))
+            model = nn.Linear(8, 8, bias=False, dtype=dtype)
+            fully_shard(model, mesh=mesh)
+            if factor:
+                model.set_gradient_divide_factor(factor)
+                model.set_force_sum_reduction_for_comms(True)
+            attachment = lc.attach(model, lc.PowerSGD(start_powerSGD_iter=0, min_compression_rate=1))
+            if not states:
+                sent = handed_out(attachment, model, inputs[rank], 3)
+                wanted = sum(x.cos().T @ x for own in inputs.values() for x in own)
+                left = wanted / (factor or world) - sent
+                told = [None] * world
+                dist.all_gather_object(told, (attachment.shard[0], attachment.state_dict()))
+                states = [dict(told)[index] for index in range(2)]
+            else:
+                attachment.load_state_dict(states, strict_state=False)
+                sent = handed_out(attachment, model, (), 40)
+            attachment.close()
+    return left, sent
+
+
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, None), (torch.float64, None), (torch.float32, 3.0)])
+def test_residuals_are_in_units_of_the_loss(run, dtype, factor):
+    """Whatever FSDP2 divides by before and after the average: on other shards, it may be another number."""
+    for left, sent in run(left_over, dtype, factor, world=WORLD):
+        assert left.norm() > 0.5
+        assert difference([sent], [left]) < 1e-5
+
+
 def left_out(rank, world):
     with leaving_no_groups():
         model = shard2("hybrid", mesh=mesh_of_two())

@@ -152,11 +152,48 @@ def num_models(model):
     return len({tuple(one) for one in gather_object([[*model.parameters()][1].full_tensor().tolist()])})
 
 
+def later(folder):
+    """Models that are prepared one after another, and one that takes the place of them."""
+    accelerator = with_fsdp(2, num_replicas=2)
+    model, optimizer = prepared(accelerator)
+    first = use_comm_hook(accelerator, POWERSGD)
+    other = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+    other, its_optimizer = accelerator.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    both = use_comm_hook(accelerator, POWERSGD)
+    result = {
+        "attachments": [len(both.attachments), both.attachments.index(first.attachments[0])],
+        "resync": refused(accelerator, POWERSGD, resync=True),
+        "another": refused(accelerator, "int8"),
+    }
+    train(accelerator, model, optimizer)
+    train(accelerator, other, its_optimizer)
+    accelerator.save_state(f"{folder}/both")
+    accelerator.load_state(f"{folder}/both")
+    accelerator.free_memory()
+    next_model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    next_model, optimizer = accelerator.prepare(next_model, torch.optim.SGD(next_model.parameters(), lr=0.1))
+    trainer = {"__name__": "transformers.trainer"}
+    exec("def call(function, *args): return function(*args)", trainer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handle = trainer["call"](use_comm_hook, accelerator, POWERSGD)
+    result["warnings"] = [str(one.message) for one in caught if "Trainer" in str(one.message)]
+    train(accelerator, next_model, optimizer)
+    accelerator.save_state(f"{folder}/next")
+    accelerator.load_state(f"{folder}/next")
+    result["steps"] = handle.attachments[0].num_steps
+    for attachment in both.attachments:
+        attachment.close()
+    end(accelerator, handle)
+    return result
+
+
 def of_replicas(folder):
     alone = lc.DiLoCo(period=2, post_local_gradient_allreduce=False)
     return {
         "powersgd": resumed(f"{folder}/powersgd", POWERSGD, shard_hook="bf16", gather_hook="int8"),
         "local": resumed(f"{folder}/local", alone, resync=True),
+        "later": later(folder),
     }
 
 
