@@ -414,8 +414,8 @@ def attach_to_prepared(
         warnings.warn(
             f"use_comm_hook(accelerator, hook={resolved.name!r}) in a Trainer, with replicas of shards: its "
             "checkpoints have no state of the hook, and the model of one replica, not the average; train() does not "
-            "end with the average. Call accelerator.save_state() and accelerator.load_state() in a TrainerCallback, and "
-            "attachments[0].average_weights() after train()",
+            "end with the average. Call accelerator.save_state() and accelerator.load_state() in a TrainerCallback, "
+            "and attachments[0].average_weights() after train()",
             stacklevel=4,
         )
     events.take([one for one in attachments if one not in known], resolved, options_of_all, has_replicas)

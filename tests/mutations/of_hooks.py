@@ -40,10 +40,18 @@ MUTATIONS = [
     Mutation(
         "unused_parameter_pays",
         f"{PACKAGE}/interface/error_feedback.py",
-        "own.copy_(torch.where(is_used, own, before[slot]))",
-        "own.copy_(own)",
+        "now.copy_(torch.where(is_used, now, kept))",
+        "now.copy_(now)",
         "What an earlier backward left in unused parameters goes into the residual.",
         "tests/project/test_defects.py -k 'unused_network and powersgd'",
+    ),
+    Mutation(
+        "unused_parameter_is_paid",
+        f"{PACKAGE}/interface/error_feedback.py",
+        "flats = residual, bucket.flat",
+        "flats = (residual,)",
+        "What was sent of unused parameters stays in gradients that are views of buckets.",
+        "tests/sources/test_ddp_modes.py -k 'keeps_its_gradient and int4'",
     ),
     Mutation(
         "bad_step_is_half_an_iteration",
