@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import sys
@@ -397,17 +396,12 @@ def attach_to_prepared(
         raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
     resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given, remembers=True)
     check_even(resolved, "Accelerate")
-    options_of_all = {"exact_state": exact_state, **sharding}
+    models, own = accelerator._models, {"exact_state": exact_state, **sharding}
     events: Any = AcceleratorEvents.of(accelerator)
     if events is not None and events.resync != resync:
         raise ValueError(f"use_comm_hook(accelerator, resync={resync!r}): give all models of an accelerator one value")
-    known = (
-        [] if events is None else [events.attached_before(one, resolved, options_of_all) for one in accelerator._models]
-    )
-    attachments = [
-        attach(model, resolved, **options_of_all) if before is None else before
-        for model, before in itertools.zip_longest(accelerator._models, known)
-    ]
+    known = [events and events.attached_before(model, resolved, own) for model in models]
+    attachments = [before or attach(model, resolved, **own) for model, before in zip(models, known, strict=True)]
     if events is None:
         events = _EventsOfShards(accelerator, resolved.name, resync=resync, strict_state=True)
     if has_replicas and _is_called_by_a_trainer():
@@ -418,7 +412,7 @@ def attach_to_prepared(
             "and attachments[0].average_weights() after train()",
             stacklevel=4,
         )
-    events.take([one for one in attachments if one not in known], resolved, options_of_all, has_replicas)
+    events.take([one for one in attachments if one not in known], resolved, own, has_replicas)
     return FSDPCommHook(resolved, attachments)
 
 

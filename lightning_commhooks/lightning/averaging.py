@@ -94,7 +94,7 @@ class AveragesModelsMixin(Strategy):
         return _cloned(super().lightning_module_state_dict())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write the checkpoint, and go on from each rank's own model."""
+        """Write the checkpoint, then restore each rank's own model."""
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         finally:
