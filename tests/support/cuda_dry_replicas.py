@@ -31,6 +31,9 @@ class ParamGroup:
             for p in parameters
         ]
 
+    def reshard(self):
+        """Nothing is gathered."""
+
     def post_backward(self):
         """As FSDP2's, of gradients that lie in `grad` of the parameters."""
         parameters = [p.sharded_param for p in self.fsdp_params]
