@@ -404,15 +404,19 @@ def attach_to_prepared(
     attachments = [before or attach(model, resolved, **own) for model, before in zip(models, known, strict=True)]
     if events is None:
         events = _EventsOfShards(accelerator, resolved.name, resync=resync, strict_state=True)
-    if has_replicas and _is_called_by_a_trainer():
+    new = [one for one in attachments if one not in known]
+    if any(one.has_state for one in new) and _is_called_by_a_trainer():
+        local = (
+            "; they have the model of one replica, not the average, and train() does not end with the average: call "
+            "attachments[0].average_weights() after it"
+        )
         warnings.warn(
-            f"use_comm_hook(accelerator, hook={resolved.name!r}) in a Trainer, with replicas of shards: its "
-            "checkpoints have no state of the hook, and the model of one replica, not the average; train() does not "
-            "end with the average. Call accelerator.save_state() and accelerator.load_state() in a TrainerCallback, "
-            "and attachments[0].average_weights() after train()",
+            f"use_comm_hook(accelerator, hook={resolved.name!r}) in a Trainer: its checkpoints have no state of the "
+            "hook. Call accelerator.save_state() and accelerator.load_state() in a TrainerCallback"
+            f"{local if any(one.averages_models for one in new) else ''}",
             stacklevel=4,
         )
-    events.take([one for one in attachments if one not in known], resolved, own, has_replicas)
+    events.take(new, resolved, own, has_replicas)
     return FSDPCommHook(resolved, attachments)
 
 
@@ -434,7 +438,7 @@ class _EventsOfShards(AcceleratorEvents):
     def attached_before(self, model: nn.Module, hook: CommHook, options: dict[str, Any]) -> Attachment | None:
         """The attachment of a model that has the same hook already, as in a second `train()` of a trainer."""
         for attachment, *given in self._taken:
-            if attachment.is_attached_to(model) and not attachment.is_closed and given == [hook, options]:
+            if not attachment.is_closed and attachment.is_attached_to(model) and given == [hook, options]:
                 return attachment
         return None
 
@@ -442,6 +446,7 @@ class _EventsOfShards(AcceleratorEvents):
         self, attachments: Sequence[Attachment], hook: CommHook, options: dict[str, Any], have_replicas: bool
     ) -> None:
         """Look after further models."""
+        self._taken = [one for one in self._taken if not one[0].is_closed]
         self._taken += [(attachment, hook, options) for attachment in attachments]
         for attachment in attachments if have_replicas else ():
             self.add(attachment)

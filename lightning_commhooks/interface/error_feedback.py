@@ -166,9 +166,10 @@ class ErrorFeedback(BoundHook):
         finite = yield from self.average_(residual, bucket, ranks)
         yield from counting
         for slot, is_used in zip(slots, used > 0, strict=True):
-            for flat, kept in zip(flats, before.get(slot, ()), strict=False):
-                now = slot.view(flat)
-                now.copy_(torch.where(is_used, now, kept))
+            if slot in before:
+                for flat, kept in zip(flats, before[slot], strict=True):
+                    now = slot.view(flat)
+                    now.copy_(torch.where(is_used, now, kept))
         return finite
 
     def _residual(self, bucket: Bucket, slots: Sequence[Slot]) -> Tensor:

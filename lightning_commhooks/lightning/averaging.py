@@ -98,7 +98,7 @@ class AveragesModelsMixin(Strategy):
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         finally:
-            if (attachment := self._averaging()) is not None:
+            if (attachment := self._averaging()) is not None and not self._may_be_elsewhere():
                 attachment.runtime.local.hide_average()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

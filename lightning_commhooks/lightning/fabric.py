@@ -164,9 +164,10 @@ class CompressedDDPFabricStrategy(DDPStrategy):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load, and after the models the hooks' state."""
         rest = super().load_checkpoint(path, state, *args, **kwargs)
-        if isinstance(state, dict) and (attachments := self._registry.by_name(_models(state))):
+        if isinstance(state, dict) and (models := _models(state)):
             with refusals_of(self):
-                self._registry.load_by_name(attachments, rest.pop(CHECKPOINT_KEY, None), str(path))
+                states = rest.pop(CHECKPOINT_KEY, None)
+                self._registry.load_by_name(self._registry.by_name(models), states, str(path))
         return rest
 
 

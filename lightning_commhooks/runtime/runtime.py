@@ -456,6 +456,7 @@ class Runtime:
         """Reset the hook to step 0, with the same model on all ranks. Collective."""
         self.begin_together("reset_state()")
         self.call(self.local.models.average_what_differs_)
+        self.source.weights_replaced()
         self.begin_at(self.bind_again(), 0)
         self.local.models.restore([], {})
 

@@ -45,7 +45,7 @@ def checked_model(model: object) -> DistributedDataParallel:
         fix = "wrap the model first: attach(DistributedDataParallel(model), hook); or shard it by FSDP"
         for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
             if isinstance(module, DistributedDataParallel):
-                fix = f"attach(model.{name}, hook)"
+                fix = f"attach(model.get_submodule({name!r}), hook)"
         raise ValueError(
             f"hooks attach to torch.nn.parallel.DistributedDataParallel, not to {type(model).__name__}; {fix}"
         )

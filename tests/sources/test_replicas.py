@@ -777,6 +777,9 @@ def evaluating(rank, world, options):
                 if step == 4:
                     losses = evaluate(attachment, model)
             found[label] = losses, [p.detach().to_local().clone() for p in model.parameters()]
+            evaluated(model)
+            attachment.reset_state()
+            found[label] += (evaluated(model),)
             attachment.average_weights()
             attachment.close()
     return found
@@ -786,8 +789,10 @@ def evaluating(rank, world, options):
 def test_evaluation_between_averages_is_of_the_average_and_changes_nothing(run, options):
     results = run(evaluating, options, world=WORLD, timeout=120)
     for found in results:
-        for label, (_, weights) in found.items():
+        for label, (_, weights, _) in found.items():
             assert all(map(torch.equal, weights, found["none"][1])), label
+    ends = [end for found in results for *_, end in found.values()]
+    assert max(ends) - min(ends) < 1e-6, "after reset_state() all replicas have the same model"
     for label in ("within", "after"):
         owns, averages = zip(*(found[label][0] for found in results), strict=True)
         assert max(owns) - min(owns) > 1e-4
