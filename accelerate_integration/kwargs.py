@@ -405,6 +405,8 @@ def attach_to_prepared(
     if events is None:
         events = _EventsOfShards(accelerator, resolved.name, resync=resync, strict_state=True)
     new = [one for one in attachments if one not in known]
+    events.take(new, resolved, own, has_replicas)
+    # Last: where warnings are errors, nothing else may be left to do.
     if any(one.has_state for one in new) and _is_called_by_a_trainer():
         local = (
             "; they have the model of one replica, not the average, and train() does not end with the average: call "
@@ -416,7 +418,6 @@ def attach_to_prepared(
             f"{local if any(one.averages_models for one in new) else ''}",
             stacklevel=4,
         )
-    events.take(new, resolved, own, has_replicas)
     return FSDPCommHook(resolved, attachments)
 
 
