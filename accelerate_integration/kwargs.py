@@ -341,32 +341,56 @@ def _as_json(text: str) -> str:
 
 @dataclass(frozen=True)
 class FSDPCommHook:
-    """A hook at work on the models of an `Accelerator`; made by [`use_comm_hook`][].
+    """A hook at work on models that FSDP has sharded; made by [`use_comm_hook`][].
 
     Attributes:
         hook: the configuration.
         attachments: one for each model prepared so far, in order, for `metrics()`.
+        resync: as it was given.
+        options: further options of [`attach`][].
     """
 
     hook: CommHook
     attachments: list[Attachment] = field(default_factory=list)
+    resync: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
     def events(self, accelerator: Accelerator) -> AcceleratorEvents:
         """The object that replaces methods of the accelerator."""
         events = AcceleratorEvents.of(accelerator)
-        assert events is not None, "there is no attachment"
-        return events
+        return events or _EventsOfShards(accelerator, self.hook.name, resync=self.resync, strict_state=True)
+
+    def attach(self, accelerator: Accelerator, models: Sequence[nn.Module]) -> None:
+        """Attach the hook to models that it is not at work on yet. Collective."""
+        events: Any = AcceleratorEvents.of(accelerator)
+        if events is not None and events.resync != self.resync:
+            raise ValueError(
+                f"use_comm_hook(accelerator, resync={self.resync!r}): give all models of an accelerator one value"
+            )
+        known = [events and events.attached_before(model, self.hook, self.options) for model in models]
+        attachments = [
+            before or attach(model, self.hook, **self.options) for model, before in zip(models, known, strict=True)
+        ]
+        self.attachments.extend(one for one in attachments if one not in self.attachments)
+        new = [one for one in attachments if one not in known]
+        events = self.events(accelerator)
+        events.take(new, self.hook, self.options, any(map(replicas_of, models)))
 
 
-def attach_to_prepared(
+def sharded_hook(
     accelerator: Accelerator,
     hook: str | CommHook | Callable[..., Any] | None,
     options: Sequence[str],
+    has_replicas: bool,
+    *,
     exact_state: bool,
     resync: bool,
     **sharding: Any,
 ) -> FSDPCommHook:
-    """Attach a hook to all models of an accelerator, with further options of `attach`. Collective."""
+    """Check a hook for models that FSDP shards, with further options of `attach`.
+
+    `options` name those that were given, and that only `CommHookKwargs` has.
+    """
     kind = accelerator.distributed_type
     given: Any = hook.value if isinstance(hook, DDPCommunicationHookType) else hook
     if kind == DistributedType.NO:
@@ -382,7 +406,6 @@ def attach_to_prepared(
         note = "; on CPU, Accelerate does so whatever FSDP plugin it is given" if kind.value == "MULTI_CPU" else ""
         raise ValueError(f"use_comm_hook(accelerator, {hook!r}) is for FSDP; here {reason}{note}")
     given = from_environment(_NEEDED) if given is None else given
-    has_replicas = any(map(replicas_of, accelerator._models))
     of_replicas = {"exact_state": exact_state, "resync": resync}
     check_values(**of_replicas)
     options = [*options, *(name for name, value in of_replicas.items() if value and not has_replicas)]
@@ -392,33 +415,28 @@ def attach_to_prepared(
             "leave that out with FSDP"
         )
     gather_hooks(sharding)
-    if not accelerator._models:
-        raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
     resolved = get_hook(given) if has_replicas else resolve_sharded_hook(given, remembers=True)
     check_even(resolved, "Accelerate")
-    models, own = accelerator._models, {"exact_state": exact_state, **sharding}
-    events: Any = AcceleratorEvents.of(accelerator)
-    if events is not None and events.resync != resync:
-        raise ValueError(f"use_comm_hook(accelerator, resync={resync!r}): give all models of an accelerator one value")
-    known = [events and events.attached_before(model, resolved, own) for model in models]
-    attachments = [before or attach(model, resolved, **own) for model, before in zip(models, known, strict=True)]
-    if events is None:
-        events = _EventsOfShards(accelerator, resolved.name, resync=resync, strict_state=True)
-    new = [one for one in attachments if one not in known]
-    events.take(new, resolved, own, has_replicas)
+    return FSDPCommHook(resolved, [], resync, {"exact_state": exact_state, **sharding})
+
+
+def attach_to_prepared(accelerator: Accelerator, hook: Any, options: Sequence[str], **given: Any) -> FSDPCommHook:
+    """Attach a hook to all models of an accelerator, with further options as in `sharded_hook`. Collective."""
+    models = [*dict.fromkeys(accelerator._models)]
+    handle = sharded_hook(accelerator, hook, options, any(map(replicas_of, models)), **given)
+    if accelerator.distributed_type == DistributedType.NO:
+        return handle
+    if not models:
+        raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
+    handle.attach(accelerator, models)
     # Last: where warnings are errors, nothing else may be left to do.
-    if any(one.has_state for one in new) and _is_called_by_a_trainer():
-        local = (
-            "; they have the model of one replica, not the average, and train() does not end with the average: call "
-            "attachments[0].average_weights() after it"
-        )
+    if any(one.has_state for one in handle.attachments) and _is_called_by_a_trainer():
         warnings.warn(
-            f"use_comm_hook(accelerator, hook={resolved.name!r}) in a Trainer: its checkpoints have no state of the "
-            "hook. Call accelerator.save_state() and accelerator.load_state() in a TrainerCallback"
-            f"{local if any(one.averages_models for one in new) else ''}",
+            f"use_comm_hook(accelerator, hook={handle.hook.name!r}) in a Trainer: its checkpoints and evaluation do "
+            "not know the hook. Call use_comm_hook(trainer, ...) before train() instead",
             stacklevel=4,
         )
-    return FSDPCommHook(resolved, attachments)
+    return handle
 
 
 def _is_called_by_a_trainer() -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any, cast, overload
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
 from accelerate_integration.accelerator_events import AcceleratorEvents, replace_method
-from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook, attach_to_prepared, shown
+from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook, attach_to_prepared, sharded_hook, shown
 from accelerate_integration.trackers import open_attachments, print_lines, trainer_options
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.interface.hook import CommHook
@@ -44,7 +44,10 @@ def use_comm_hook(
     resync: bool = False,
     accumulation: Accumulation = "framework",
     monitor: bool | Mapping[str, Any] = False,
-) -> CommHookKwargs: ...
+    shard_hook: str | CommHook | None = None,
+    gather_hook: str | CommHook | None = None,
+    gather_differences: bool = False,
+) -> CommHookKwargs | FSDPCommHook: ...
 
 
 @explained
@@ -71,8 +74,8 @@ def use_comm_hook(
     Also takes an `Accelerator` with an FSDP plugin, version 1 or 2: one line after `accelerator.prepare(...)`.
 
     Args:
-        trainer: the trainer; DDP settings of its `TrainingArguments` hold. Alternatively, the accelerator, without
-            further options.
+        trainer: the trainer, with DDP or FSDP; the settings of its `TrainingArguments` hold. Alternatively, the
+            accelerator.
         hook: see [`CommHookKwargs`][], and with FSDP [`attach`][].
         hook_state: see there.
         exact_state: see there.
@@ -95,8 +98,8 @@ def use_comm_hook(
         the handler, whose `attachments[-1].metrics()` report the bytes sent.
 
     Raises:
-        ValueError: see `CommHookKwargs` and `attach`; `monitor` has other options; the trainer has a hook already,
-            or shards its model by FSDP; the accelerator does not, or has no model yet.
+        ValueError: see `CommHookKwargs` and `attach`; `monitor` has other options; the trainer has a hook already;
+            the accelerator does not shard models by FSDP, or has no model yet.
     """
     options: dict[str, Any] = {
         "hook_state": hook_state,
@@ -111,31 +114,37 @@ def use_comm_hook(
         "gather_differences": gather_differences,
     }
     monitor_options = trainer_options(monitor) if monitor else None
+    of_ddp = [name for name in ("hook_state", "strict_state", "accumulation") if options[name] != _default(name)]
+    of_fsdp = {"exact_state": exact_state, "resync": resync, **sharding}
     if isinstance(trainer, Accelerator):
         if monitor:
             raise ValueError("monitor is for a transformers.Trainer: CommHookTracker(accelerator, use_comm_hook(...))")
-        of_replicas = {name: options.pop(name) for name in ("exact_state", "resync")}
-        given = [name for name, value in options.items() if value != getattr(CommHookKwargs, name)]
-        return attach_to_prepared(trainer, hook, given, **of_replicas, **sharding)
-    if of_shards := [name for name, value in sharding.items() if value]:
-        raise ValueError(f"{of_shards[0]} is for an Accelerator that shards its model by FSDP: leave it out")
+        return attach_to_prepared(trainer, hook, of_ddp, **of_fsdp)
     if not hasattr(trainer, "accelerator"):
         found = next((repr(one) for one in (trainer, hook) if isinstance(one, (str, CommHook))), "hook")
         raise ValueError(
             f"use_comm_hook(trainer, {found}) needs a transformers.Trainer or an Accelerator first, got "
             f"{type(trainer).__name__}"
         )
+    before = getattr(trainer, "comm_hook_handler", None)
+    if isinstance(before, (CommHookKwargs, FSDPCommHook)):
+        raise ValueError(f"this trainer has the communication hook {before.hook!r} already")
+    handler: CommHookKwargs | FSDPCommHook
     if trainer.accelerator.distributed_type == DistributedType.FSDP:
-        raise ValueError(
-            "this trainer shards its model by FSDP, in the course of train(): call use_comm_hook(trainer.accelerator, "
-            f"{hook!r}) in on_train_begin of a TrainerCallback"
-        )
-    if isinstance(getattr(trainer, "comm_hook_handler", None), CommHookKwargs):
-        raise ValueError(f"this trainer has the communication hook {trainer.comm_hook_handler.hook!r} already")
-    handler = CommHookKwargs(hook=hook, **options)
+        sizes = getattr(trainer.accelerator.state, "parallelism_config", None)
+        has_replicas = sizes is not None and sizes.dp_replicate_size > 1
+        handler = sharded_hook(trainer.accelerator, hook, of_ddp, has_replicas, **of_fsdp)
+    elif of_shards := [name for name, value in sharding.items() if value]:
+        raise ValueError(f"{of_shards[0]} is for a model that Accelerate shards by FSDP: leave it out")
+    else:
+        handler = CommHookKwargs(hook=hook, **options)
     trainer.comm_hook_handler = handler
     _TrainerEvents(trainer, handler, monitor_options)
     return handler
+
+
+def _default(name: str) -> Any:
+    return getattr(CommHookKwargs, name)
 
 
 class CommHookTrainerMixin:
@@ -157,7 +166,7 @@ class CommHookTrainerMixin:
 class _TrainerEvents:
     """Where a trainer passes by. Its callbacks come too late for this: after evaluation and after saving."""
 
-    def __init__(self, trainer: Any, handler: CommHookKwargs, options: MonitorOptions | None) -> None:
+    def __init__(self, trainer: Any, handler: CommHookKwargs | FSDPCommHook, options: MonitorOptions | None) -> None:
         self._trainer = trainer
         self._handler = handler
         # `None`: without the hook's metrics in the log.
@@ -167,7 +176,7 @@ class _TrainerEvents:
         # A search of hyperparameters makes a new accelerator for each trial.
         replace_method(trainer, "create_accelerator_and_postprocess", self._recreate)
         replace_method(trainer, "_wrap_model", self._wrap_model)
-        if handler.accumulation != "framework":
+        if isinstance(handler, CommHookKwargs) and handler.accumulation != "framework":
             replace_method(trainer, "training_step", self._training_step)
         replace_method(trainer, "_maybe_log_save_evaluate", self._save_and_evaluate)
         replace_method(trainer, "evaluation_loop", self._evaluate)
@@ -184,13 +193,11 @@ class _TrainerEvents:
 
     def _install(self) -> None:
         accelerator, handler = self._trainer.accelerator, self._handler
-        if accelerator.ddp_handler is handler:
-            return
         theirs = accelerator.ddp_handler
-        if theirs is not None:
-            for field in dataclasses.fields(DistributedDataParallelKwargs):
+        if isinstance(handler, CommHookKwargs) and theirs is not handler:
+            for field in dataclasses.fields(DistributedDataParallelKwargs) if theirs is not None else ():
                 setattr(handler, field.name, getattr(theirs, field.name))
-        accelerator.ddp_handler = handler
+            accelerator.ddp_handler = handler
         handler.events(accelerator).tells_forecast = False  # this object does it, which knows the number of steps
 
     @property
@@ -207,7 +214,13 @@ class _TrainerEvents:
         self._install()
         return model
 
+    def _attach(self) -> None:
+        """Attach the hook to a model that FSDP has sharded, in the course of `train()`."""
+        if isinstance(self._handler, FSDPCommHook):
+            self._handler.attach(self._trainer.accelerator, [self._trainer.model_wrapped])
+
     def _begin(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._attach()
         attachments = self._last_open()
         if not attachments and self._trainer.accelerator.num_processes > 1:
             raise ValueError(
@@ -237,7 +250,7 @@ class _TrainerEvents:
     def _training_step(
         self, original: Callable[..., Any], model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> Any:
-        trainer, accumulation = self._trainer, self._handler.accumulation
+        trainer, accumulation = self._trainer, cast("CommHookKwargs", self._handler).accumulation
         if accumulation in ("sum", "weighted") and _divides_by_tokens(trainer, num_items_in_batch):
             raise ValueError(
                 f"accumulation={accumulation!r} cannot undo what the trainer divides the loss by, the tokens of all "
@@ -270,6 +283,7 @@ class _TrainerEvents:
     def _load(self, original: Callable[..., Any], checkpoint: str | None) -> None:
         original(checkpoint)
         if checkpoint is not None:
+            self._attach()
             self._events.read(checkpoint)
 
     def _end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

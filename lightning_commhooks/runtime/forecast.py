@@ -218,12 +218,12 @@ class Forecaster:
         forecast = self.make(None if num_left is None else self._runtime.clock.steps + num_left)
         if forecast is None:
             return
-        self._shown, is_first_rank = self._changed_at, self._runtime.bound.group.rank == 0
-        if say is not None and is_first_rank:
+        self._shown, speaks = self._changed_at, self._runtime.speaks
+        if say is not None and speaks:
             say(forecast.line)
         for text in () if self.has_warned else forecast.warnings:
             self.has_warned = True
-            if is_first_rank:
+            if speaks:
                 warnings.warn(text, stacklevel=3)
 
     def make(self, num_steps: int | None) -> Forecast | None:

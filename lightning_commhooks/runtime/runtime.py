@@ -210,9 +210,14 @@ class Runtime:
         self._close_with_model = weakref.finalize(model, self._close)
         # Only after all ranks have connected: a warning may be raised as an error.
         self._give_warnings()
-        if self.bound.group.rank == 0 and not self.is_alone:
+        if self.speaks and not self.is_alone:
             for text in texts:
                 warnings.warn(text, stacklevel=4)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank shows what all ranks know: of the first replica, the first shard."""
+        return self.bound.group.rank == 0 and not any(index for index, _ in self.source.shard)
 
     def bucket(
         self, flat: Tensor, slots: tuple[Slot, ...], index: int, is_last: bool, step: int, unused: frozenset[str] | None

@@ -118,6 +118,15 @@ class _Unit:
                 raise failure
 
         group.post_backward = noting  # on the instance: autograd asks it by name
+        if averages_models(runtime.bound):
+            local, pre_forward = runtime.local, group.pre_forward
+
+            def restoring(module: nn.Module, *inputs: Any) -> Any:
+                # A hook of the model does not see calls of its parts, nor of `register_fsdp_forward_method`.
+                local.before_forward(module.training)
+                return pre_forward(module, *inputs)
+
+            group.pre_forward = restoring
 
     def divisor(self, share: Tensor) -> float:
         """Return the number by which FSDP2 divides the sum over replicas."""
@@ -180,6 +189,7 @@ class _Unit:
                 group.post_forward_mesh_info = self._original
             group.mesh_info = self._original
             del group.post_backward
+            vars(group).pop("pre_forward", None)
             self._runtime = None
 
 
@@ -290,8 +300,8 @@ class Replicas(Source):
         return not self._are_known or _replicas_of_group(group) is self.process_group
 
     def _of_others(self, model: nn.Module) -> set[Tensor]:
-        """Parameters that have replicas among other ranks."""
-        others = [group for group in param_groups(model) if _replicas_of_group(group) and not self._has_replicas(group)]
+        """Parameters that have replicas among other ranks, or none, since they are sharded over all ranks."""
+        others = [group for group in param_groups(model) if not self._has_replicas(group)]
         return {p.sharded_param for group in others for p in group.fsdp_params}
 
     def resolve_hook(self, hook: object) -> CommHook:
@@ -324,8 +334,8 @@ class Replicas(Source):
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         if averages_models(runtime.bound) and self._of_others(model):
             raise ValueError(
-                f"hook={runtime.name!r} averages models, and some parameters have replicas among other ranks: use a "
-                "hook of gradients"
+                f"hook={runtime.name!r} averages models, and some parameters have replicas among other ranks, or "
+                "none: use a hook of gradients"
             )
         groups = [group for group in param_groups(model) if self._has_replicas(group)]
         names = {id(p): str(self.layout.name_of(p.sharded_param)) for group in groups for p in group.fsdp_params}

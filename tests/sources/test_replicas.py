@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fsdp_driver import NAMES, leaving_no_groups, shard2
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -391,6 +391,9 @@ def several_groups(rank, world):
             with pytest.raises(ValueError, match="replica") as refused:
                 lc.attach(hooked, hook, **options)
             texts.append(str(refused.value))
+        everywhere = DeviceMesh("cpu", torch.arange(world))
+        with pytest.raises(ValueError, match="or none: use a hook of gradients") as refused:
+            lc.attach(mixed_meshes(two, everywhere), HOOKS_CUT_ANEW["diloco"])
         for group in groups:
             lc.attach(hooked, "allreduce", replicate_group=group)
         with pytest.raises(ValueError, match="has a communication hook between its replicas already"):
@@ -731,6 +734,9 @@ class WithScale(Network):
     def forward(self, x):
         return super().forward(x * self.scale)
 
+    def method(self, x):
+        return self.forward(x)
+
 
 def evaluated(model):
     with torch.no_grad():
@@ -757,7 +763,7 @@ def show_only(attachment, model):
 EVALUATIONS = {"none": lambda *_: (1.0, 0.0), "within": evaluate_within, "after": evaluate_after, "shown": show_only}
 
 
-def evaluating(rank, world, options):
+def evaluating(rank, world, options, trained_by):
     """Weights in the end, and losses of the own model and the average in the middle, by the kind of evaluation."""
     found = {}
     with leaving_no_groups():
@@ -768,10 +774,11 @@ def evaluating(rank, world, options):
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh, **options)
             fully_shard(model, mesh=mesh, **options)
+            register_fsdp_forward_method(model, "method")
             optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
             attachment = lc.attach(model, LOCAL["diloco"], optimizers=[optimizer])
             for step in range(8):
-                model(batch(step)).square().mean().backward()
+                getattr(model, trained_by)(batch(step)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 if step == 4:
@@ -785,9 +792,13 @@ def evaluating(rank, world, options):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["default", "kept"])
-def test_evaluation_between_averages_is_of_the_average_and_changes_nothing(run, options):
-    results = run(evaluating, options, world=WORLD, timeout=120)
+@pytest.mark.parametrize(
+    ("options", "trained_by"),
+    [({}, "__call__"), ({}, "method"), ({"reshard_after_forward": False}, "__call__")],
+    ids=["default", "method", "kept"],
+)
+def test_evaluation_between_averages_is_of_the_average_and_changes_nothing(run, options, trained_by):
+    results = run(evaluating, options, trained_by, world=WORLD, timeout=120)
     for found in results:
         for label, (_, weights, _) in found.items():
             assert all(map(torch.equal, weights, found["none"][1])), label

@@ -34,6 +34,9 @@ class ParamGroup:
     def reshard(self):
         """Nothing is gathered."""
 
+    def pre_forward(self, module, args, kwargs):
+        return args, kwargs
+
     def post_backward(self):
         """As FSDP2's, of gradients that lie in `grad` of the parameters."""
         parameters = [p.sharded_param for p in self.fsdp_params]

@@ -27,6 +27,7 @@ HOOKS = {
     "post_localsgd": lc.PostLocalSGD(period=4, **ALONE),
     "diloco": lc.DiLoCo(period=4, **ALONE),
 }
+OF_HOOK = ("exact_state", "strict_state", "resync", "shard_hook", "monitor")
 CONFIG = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
 
 
@@ -68,7 +69,7 @@ def make(folder, hook=None, trainer_class=Trainer, **arguments):
         "ddp_bucket_cap_mb": 1,
         **arguments,
     }
-    options = {key: arguments.pop(key) for key in ("exact_state", "strict_state", "resync") if key in arguments}
+    options = {key: arguments.pop(key) for key in OF_HOOK if key in arguments}
     model = arguments.pop("model", None) or make_model()
     trainer = trainer_class(
         model,
@@ -77,7 +78,9 @@ def make(folder, hook=None, trainer_class=Trainer, **arguments):
         eval_dataset=Counting(300, 332),
         **({"model_init": arguments["model_init"]} if "model_init" in arguments else {}),
     )
-    return trainer, use_comm_hook(trainer, hook, **options) if hook is not None else trainer.comm_hook_handler
+    if hook is None:
+        return trainer, getattr(trainer, "comm_hook_handler", None)
+    return trainer, use_comm_hook(trainer, hook, **options)
 
 
 def every(steps):
