@@ -32,6 +32,8 @@ class AveragesModelsMixin(Strategy):
 
     # Lightning's `LambdaCallback`.
     _callback_class: ClassVar[type[Any]]
+    # Whether Lightning averages gradients after each batch, also of `accumulate_grad_batches`.
+    _averages_each_batch: ClassVar[bool] = False
 
     def _init_averaging(self, resync: bool) -> None:
         """Begin without an attachment. `resync`: whether ranks continue from averages that were shown."""
@@ -70,7 +72,10 @@ class AveragesModelsMixin(Strategy):
         trainer = self.lightning_module.trainer
         if is_trial(trainer) and attachment.num_steps:
             return  # starts are known, and there is nothing to foresee
-        attachment.tell_forecast(lambda line: show(trainer, line), steps_left(trainer))
+        num_left = steps_left(trainer)
+        if num_left is not None and self._averages_each_batch:
+            num_left *= trainer.accumulate_grad_batches
+        attachment.tell_forecast(lambda line: show(trainer, line), num_left)
 
     def _may_be_elsewhere(self) -> bool:
         """Whether ranks may be at different points of the program, and cannot average together."""

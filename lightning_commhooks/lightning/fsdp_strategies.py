@@ -201,6 +201,7 @@ class CompressedModelParallelMixin(ShardedHookMixin):
     """
 
     _device_mesh: Any
+    _averages_each_batch = True
 
     @needs_hook("bf16")
     def __init__(

@@ -299,11 +299,6 @@ class Replicas(Source):
         """Whether these parameters are averaged over the ranks of the hook, and not sharded over all ranks."""
         return not self._are_known or _replicas_of_group(group) is self.process_group
 
-    def _of_others(self, model: nn.Module) -> set[Tensor]:
-        """Parameters that have replicas among other ranks, or none, since they are sharded over all ranks."""
-        others = [group for group in param_groups(model) if not self._has_replicas(group)]
-        return {p.sharded_param for group in others for p in group.fsdp_params}
-
     def resolve_hook(self, hook: object) -> CommHook:
         resolved = resolve_hook_of_replicas(hook)
         for name in ("shard_hook", "gather_hook", "gather_differences"):
@@ -328,11 +323,12 @@ class Replicas(Source):
                 raise ValueError("the sharded model has a communication hook between its replicas already; close it")
         devices = {group.device for group in param_groups(model)}
         (self.device,) = devices
-        others = self._of_others(model)
-        self.layout = Layout(model, {name for name, p in nn.Module.named_parameters(model) if p in others})
+        # Without those of other replicas, and `ignored_params` of FSDP2, which may be each rank's own.
+        own = {p.sharded_param for group in filter(self._has_replicas, param_groups(model)) for p in group.fsdp_params}
+        self.layout = Layout(model, {name for name, p in nn.Module.named_parameters(model) if p not in own})
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
-        if averages_models(runtime.bound) and self._of_others(model):
+        if averages_models(runtime.bound) and not all(map(self._has_replicas, param_groups(model))):
             raise ValueError(
                 f"hook={runtime.name!r} averages models, and some parameters have replicas among other ranks, or "
                 "none: use a hook of gradients"

@@ -104,6 +104,12 @@ def test_between_replicas(four):
     assert four.distance("replicas-whole", "dense-2") < 0.5
 
 
+def test_a_share_of_the_run_counts_batches_where_each_is_averaged(four):
+    found = four("accumulating")
+    assert (found["optimizer_steps"], found["metrics"]["steps"]) == (4, 8)
+    assert found["start"] == 4
+
+
 def test_replicas_that_step_alone(four):
     ddp, sharded, whole, resumed = (four(f"local-{name}", 0) for name in ("ddp", "replicas", "whole", "resumed"))
     torch.testing.assert_close(sharded["params"], ddp["params"], rtol=1e-5, atol=1e-6)

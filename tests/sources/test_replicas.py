@@ -392,7 +392,7 @@ def several_groups(rank, world):
                 lc.attach(hooked, hook, **options)
             texts.append(str(refused.value))
         everywhere = DeviceMesh("cpu", torch.arange(world))
-        with pytest.raises(ValueError, match="or none: use a hook of gradients") as refused:
+        with pytest.raises(ValueError, match="or none: use a hook of gradients"):
             lc.attach(mixed_meshes(two, everywhere), HOOKS_CUT_ANEW["diloco"])
         for group in groups:
             lc.attach(hooked, "allreduce", replicate_group=group)
@@ -405,11 +405,23 @@ def several_groups(rank, world):
         for attachment, state in zip(both, states, strict=True):
             attachment.load_state_dict(state)
         remembered = [sorted(state["hook"]["state"]["entries"]) for state in states]
-        return distance, texts, remembered, [attachment.metrics()["steps"] for attachment in both]
+        steps = [attachment.metrics()["steps"] for attachment in both]
+        own = Network()
+        own.layers[2].weight.data.fill_(rank)
+        fully_shard(own, mesh=two, ignored_params={*own.layers[2].parameters()})
+        optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr=0.0)
+        attachment = lc.attach(own, LOCAL["diloco"], optimizers=[optimizer])
+        for step in range(3):
+            own(batch(step)).sum().backward()
+            optimizer.step()
+        averagings = attachment.metrics()["averagings"]
+        attachment.close()
+        return distance, texts, remembered, steps, averagings, own.layers[2].weight.unique().tolist()
 
 
 def test_several_groups_of_replicas(run):
-    for distance, texts, remembered, steps in run(several_groups, world=WORLD):
+    for rank, (distance, texts, remembered, steps, averagings, own) in enumerate(run(several_groups, world=WORLD)):
+        assert (averagings, own) == (1, [rank]), "FSDP2 leaves parameters alone that it is to ignore"
         assert distance == 0
         assert "have replicas in 2 process groups" in texts[0]
         assert "where there are several groups of them name one" in texts[1]

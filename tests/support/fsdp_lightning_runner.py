@@ -149,6 +149,17 @@ def with_replicas():
     fit("replicas-resumed", strategy(), OUT / "replicas.ckpt", more=more, max_epochs=2)
 
 
+def accumulating_with_replicas():
+    """A start that is a share of the run, where Lightning averages each batch of a window."""
+    hook = lc.PowerSGD(start_powerSGD_iter=0.5, matrix_approximation_rank=2, min_compression_rate=0.5)
+    strategy = CompressedModelParallel(hook, replicas=2, data_parallel_size=NUM_DEVICES, tensor_parallel_size=1)
+
+    def more(trainer):
+        return {"start": strategy.attachment.hook.start_powerSGD_iter, "optimizer_steps": trainer.global_step}
+
+    fit("accumulating", strategy, max_epochs=4, accumulate_grad_batches=2, more=more)
+
+
 def local_between_replicas():
     """Replicas that step alone, ranks of DDP in subgroups as large that do, and half of a run and the rest of it."""
     local = {"period": 3, "outer_lr": 0.5}
@@ -184,6 +195,7 @@ def main():
     fit("dense-2", "ddp", max_epochs=2)
     if NUM_DEVICES == 4:
         with_replicas()
+        accumulating_with_replicas()
         local_between_replicas()
     for way in sys.argv[4:]:
         for label in LABELS.get(way, ("bf16", "int8")):
