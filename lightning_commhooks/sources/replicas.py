@@ -142,6 +142,8 @@ class _Unit:
         """Average this rank's share of the gradients over replicas, on CUDA on the current stream."""
         runtime, (slots, parts) = self._runtime, self._layout_of(share)
         assert runtime is not None
+        if averages_models(runtime.bound):
+            self._check_parameters(runtime.name)
 
         def average() -> None:
             # Rows that fill shares up to the same size are in no bucket.
@@ -174,6 +176,16 @@ class _Unit:
                 f"{sum(sizes)}"
             )
         return slots_there, [share] if not any(sizes[1::2]) else list(share.split(sizes)[::2])
+
+    def _check_parameters(self, hook: str) -> None:
+        """Refuse other tensors than those whose averages the hook is to take."""
+        name_of = self._source.layout.name_of
+        replaced = [self._names[id(p)] for p in self._reduced if name_of(p.sharded_param) is None]
+        if replaced:
+            raise HookError(
+                f"hook {hook!r} averages models, and parameter {replaced[0]!r} is another tensor than when the hook "
+                "was attached, as after load_state_dict(assign=True): leave assign out, or attach the hook after it"
+            )
 
     def reshard(self) -> None:
         """Drop gathered parameters, if FSDP2 has kept them after a forward."""

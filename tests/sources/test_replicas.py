@@ -415,6 +415,9 @@ def several_groups(rank, world):
             own(batch(step)).sum().backward()
             optimizer.step()
         averagings = attachment.metrics()["averagings"]
+        own.load_state_dict({name: value.clone() for name, value in own.state_dict().items()}, assign=True)
+        with pytest.raises(lc.HookError, match=r"'layers\.[0-9]\.weight' is another tensor than when the hook was att"):
+            own(batch(3)).sum().backward()
         attachment.close()
         return distance, texts, remembered, steps, averagings, own.layers[2].weight.unique().tolist()
 
