@@ -64,10 +64,12 @@ class BoundPeriodicAverages(BoundLocalSGD):
         self._levels = levels
 
     def _averages_after(self, num_steps: int, stepped: OptimizerStep) -> bool:
-        return self.is_local(stepped.step) and any(num_steps % period == 0 for period in self._levels)
+        # A replica is alone until it has asked for others at the end of a period.
+        may_differ = self.is_local(stepped.step) or stepped.models.ranks_change
+        return may_differ and any(num_steps % period == 0 for period in self._levels)
 
     def _after_local_step(self, num_steps: int, stepped: OptimizerStep) -> None:
-        if not self.is_local(stepped.step):
+        if not self._averages_after(num_steps, stepped):
             return
         for period, group in self._levels.items():
             if num_steps % period == 0:

@@ -368,7 +368,11 @@ class LocalSteps:
         if ranks_change and models.differ and not self.common_model():
             raise ValueError(f"replicas that come and go do not average when one of them asks: {_OF_ONE_REPLICA}")
         step = self._runtime.clock.steps - 1
-        models.may_differ |= step >= 0 and self._runtime.bound.is_local(step)
+        is_local = step >= 0 and self._runtime.bound.is_local(step)
+        models.may_differ |= is_local
+        if is_local and 0 <= self._last_reported < step and not ranks_change:
+            # Perhaps an optimizer that the hook does not know has stepped.
+            models.diverged.update(models.layout.trained)
         if not ranks_change and (everything or models.may_differ or models.diverged):
             self._runtime.begin_together(what)
         else:  # nothing is sent

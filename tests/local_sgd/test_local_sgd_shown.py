@@ -477,6 +477,25 @@ def test_optimizer_that_never_steps_gives_a_warning(run):
         assert "after_optimizer_step" in texts[0]
 
 
+def forgotten(rank, world):
+    """Whether ranks are equal before, within and after averages, with an optimizer that the hook is not told of."""
+    with a_task(rank, hook=lc.PostLocalSGD(period=2, **ALONE), steps=4) as task:
+        task.optimizer = torch.optim.SGD(task.module.parameters(), lr=0.1)
+        for _ in range(3):
+            task.step()
+        weight = task.module[0].weight
+        same = [is_same(weight)]
+        with task.attachment.averaged_weights():
+            same.append(is_same(weight))
+        same.append(is_same(weight))
+        task.attachment.average_weights()
+        return [*same, is_same(weight)]
+
+
+def test_averages_include_steps_of_an_optimizer_that_the_hook_does_not_know(run):
+    assert run(forgotten) == [[False, True, False, True]] * 2
+
+
 def refused_and_attached_again(rank, world):
     module = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="not an optimizer"), local(module, FAR, [object()]):
