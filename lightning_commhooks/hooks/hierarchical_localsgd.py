@@ -44,7 +44,8 @@ class HierarchicalLocalSGD(LocalSGDConfig):
     name: ClassVar[str] = "hierarchical_localsgd"
     aliases: ClassVar[tuple[str, ...]] = ("hierarchical_local_sgd",)
 
-    period_group_size_dict: Mapping[int, int | None] = field(default_factory=lambda: {8: None})
+    # Not `Mapping[int, ...]`, whose keys jsonargparse rounds.
+    period_group_size_dict: Mapping[int | str, int | None] = field(default_factory=lambda: {8: None})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,14 +70,18 @@ class HierarchicalLocalSGD(LocalSGDConfig):
     def __hash__(self) -> int:
         return hash(tuple(self.period_group_size_dict.items()))
 
+    @property
+    def _sizes(self) -> dict[int, int | None]:
+        return {int(period): size for period, size in self.period_group_size_dict.items()}
+
     def repeats_after(self) -> int:
-        return math.lcm(*self.period_group_size_dict)
+        return math.lcm(*self._sizes)
 
     def bytes_of_averages(self, num_ranks: int) -> float:
         num_steps = min(self.repeats_after(), _MANY_STEPS)
         # Of several periods that end at once the longest counts.
-        ends = [[p for p in self.period_group_size_dict if step % p == 0] for step in range(1, num_steps + 1)]
-        sizes = [self.period_group_size_dict[max(periods)] or num_ranks for periods in ends if periods]
+        ends = [[p for p in self._sizes if step % p == 0] for step in range(1, num_steps + 1)]
+        sizes = [self._sizes[max(periods)] or num_ranks for periods in ends if periods]
         return sum(ring_share(size, num_ranks) for size in sizes) / num_steps
 
     def bind(self, group: Group) -> BoundHook:
@@ -89,6 +94,6 @@ class HierarchicalLocalSGD(LocalSGDConfig):
         # The longest period first.
         levels = {
             period: group if size is None else group.split(consecutive(group.size, size))
-            for period, size in reversed(list(self.period_group_size_dict.items()))
+            for period, size in reversed(self._sizes.items())
         }
         return BoundPeriodicAverages(self, group, levels)

@@ -108,19 +108,20 @@ class Layout:
     Args:
         module: the module that DDP wraps. A parameter shared between modules has its first name.
         ignored: names of parameters and buffers that DDP does not synchronize (`DDP.parameters_to_ignore`).
+        ignores_root: whether the root module's own parameters can be ignored. DDP averages their gradients anyway.
 
     Attributes:
         orders: the order of the dimensions in memory, by name, of parameters whose order is not ascending.
     """
 
-    def __init__(self, module: Module, ignored: Collection[str] = ()) -> None:
+    def __init__(self, module: Module, ignored: Collection[str] = (), ignores_root: bool = False) -> None:
         given = dict(Module.named_parameters(module))
         left = {p for name, p in given.items() if name in ignored}
         clean = names_without_wrappers(module, given)
         names: dict[Tensor, str] = {p: clean[name] for name, p in given.items()}
         self._names = {p: name for p, name in names.items() if p not in left}
-        # DDP averages the gradients of the root module's own parameters even if they are in its list to ignore.
-        self._in_buckets = {p: name for p, name in names.items() if p not in left or "." not in name}
+        of_root = set() if ignores_root else {p for p, name in names.items() if "." not in name}
+        self._in_buckets = {p: name for p, name in names.items() if p not in left or p in of_root}
         self._ignored = ignored
         self.orders = {name: order for p, name in self._in_buckets.items() if (order := _unusual_order(p))}
         # Names by their form without `module`, which a name alone does not identify as a wrapper's attribute.

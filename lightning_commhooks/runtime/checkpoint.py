@@ -87,7 +87,8 @@ def _of_this_shard(states: Sequence[Any], runtime: Runtime, layout: Layout) -> d
     if problem := next((found for state in states if (found := _problem(state))), "" if states else "there is none"):
         raise StateError(f"not the states of a communication hook on all shards: {problem}")
     told = [state.get("shard", []) for state in states]
-    if told != [[[i, len(states)]] for i in range(len(states))] and told != [[]]:
+    are_nested = all(len(one) > 1 for one in told)
+    if told != [[[i, len(states)]] for i in range(len(states))] and told != [[]] and not are_nested:
         raise StateError(f"not the states of all shards in order: they are of {', '.join(map(_told, told))}")
     shard = runtime.source.shard
     hook, lost = resharded(states, shard, layout)
@@ -279,8 +280,9 @@ def resharded(
         shard: index of this rank's shard and number of shards: `Source.shard`.
         layout: layout of the model.
     """
-    # With nested sharding, per-element state is reset.
-    named = layout.trained.items() if len(shard) <= 1 else ()
+    # With nested sharding, as by tensor parallelism, the state of parameters is reset.
+    are_nested = len(shard) > 1 or any(len(state.get("shard", ())) > 1 for state in states)
+    named = layout.trained.items() if not are_nested else ()
     index, size = shard[0] if shard else (0, 1)
     parts = {name: _Part(name, p, states, (index, size)) for name, p in named}
     lost: list[str] = []

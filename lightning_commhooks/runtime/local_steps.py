@@ -166,8 +166,8 @@ class LocalSteps:
             self._warn_once(
                 "steps",
                 f"hook {self._runtime.name!r}: no optimizer that it knows has stepped in {MANY_STEPS} "
-                "backwards, so models were not averaged. For an optimizer made since: Attachment.add_optimizer(). For one "
-                "that steps otherwise than by step(): attach(model, hook, optimizers=[]), and "
+                "backwards, so models were not averaged. For an optimizer made since: Attachment.add_optimizer(). For "
+                "one that steps otherwise than by step(): attach(model, hook, optimizers=[]), and "
                 "Attachment.after_optimizer_step(optimizer) after each of its steps",
             )
 

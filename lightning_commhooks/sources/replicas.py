@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, HSDPMeshInfo
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commhooks.basics.copies import NotCopied
@@ -247,6 +248,18 @@ def _shards_of(groups: Iterable[Any]) -> list[dist.ProcessGroup]:
     return [one for one in found if one is not None and one.size() > 1]
 
 
+def _tensor_parallel(groups: Iterable[Any]) -> list[dist.ProcessGroup]:
+    """The groups of ranks that have the other parts of tensor-parallel parameters."""
+    found: dict[dist.ProcessGroup, None] = {}
+    for group in groups:
+        of_fsdp = group.mesh_info.mesh.mesh_dim_names or ()
+        for p in group.fsdp_params:
+            mesh: Any = p.sharded_param.device_mesh if isinstance(p.sharded_param, DTensor) else None
+            others = [name for name in (mesh and mesh.mesh_dim_names) or () if name not in of_fsdp]
+            found |= dict.fromkeys(map(mesh.get_group, others)) if others else {}
+    return [one for one in found if one.size() > 1]
+
+
 def resolve_hook_of_replicas(hook: object) -> CommHook:
     """Check the hook between replicas of sharded models, without a model; raises a `ValueError`."""
     resolved = get_hook(hook)  # type: ignore[arg-type]  # refuses what is no hook of this library
@@ -291,9 +304,13 @@ class Replicas(Source):
         super().__init__(groups[0] if replicate_group is None else replicate_group)
         self._are_known = bool(groups)
         # The shards of all parameters, while the hook's state has those of the parameters that it averages.
-        self.shard_groups = _shards_of(param_groups(model))
-        own = _shards_of(group for group in param_groups(model) if self._has_replicas(group))
-        self.shard = [[group.rank(), group.size()] for group in own]
+        shards, parts = _shards_of(param_groups(model)), _tensor_parallel(param_groups(model))
+        self._is_sharded, self.shard_groups = bool(shards), [*shards, *parts]
+        own = [group for group in param_groups(model) if self._has_replicas(group)]
+        self.shard = [[group.rank(), group.size()] for group in _shards_of(own)]
+        if parts := _tensor_parallel(own):
+            # Parts are not put together like shards: there are always two numbers then.
+            self.shard = [*(self.shard or [[0, 1]]), *([group.rank(), group.size()] for group in parts)]
         self._gather: Gather | None = None
         # Of that hook.
         self._within: Runtime | None = None
@@ -314,7 +331,7 @@ class Replicas(Source):
     def resolve_hook(self, hook: object) -> CommHook:
         resolved = resolve_hook_of_replicas(hook)
         for name in ("shard_hook", "gather_hook", "gather_differences"):
-            if name in self.options and not self.shard_groups:
+            if name in self.options and not self._is_sharded:
                 raise ValueError(f"{name} is for models that are sharded within a replica: leave it out here")
         if "shard_hook" in self.options:
             # The hook within a replica does not hear of votes, and would remember gradients of a step that was lost.
@@ -337,7 +354,8 @@ class Replicas(Source):
         (self.device,) = devices
         # Without those of other replicas, and `ignored_params` of FSDP2, which may be each rank's own.
         own = {p.sharded_param for group in filter(self._has_replicas, param_groups(model)) for p in group.fsdp_params}
-        self.layout = Layout(model, {name for name, p in nn.Module.named_parameters(model) if p not in own})
+        others = {name for name, p in nn.Module.named_parameters(model) if p not in own}
+        self.layout = Layout(model, others, ignores_root=True)
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
         if averages_models(runtime.bound) and not all(map(self._has_replicas, param_groups(model))):

@@ -26,7 +26,8 @@ class Schedule(CommHook):
     with local steps is replaced, models are averaged after that step.
 
     Args:
-        hooks: hooks by the step at which their phase begins, one of them 0; each hook is a name or a `CommHook`.
+        hooks: hooks by the step at which their phase begins, one of them 0; each hook is a name or a `CommHook`. A step
+            may be a string, as in JSON.
 
     Raises:
         ValueError: there is no hook for step 0, a step is negative, or a hook is unknown.
@@ -34,42 +35,48 @@ class Schedule(CommHook):
 
     name: ClassVar[str] = "schedule"
 
-    hooks: Mapping[int, CommHook | HookName]
+    # Not `Mapping[int, ...]`, whose keys jsonargparse rounds.
+    hooks: Mapping[int | str, CommHook | HookName]
 
     def __post_init__(self) -> None:
         if not isinstance(self.hooks, Mapping):
             raise ValueError(f"hooks must be a dict of hooks by step, such as {{0: 'bf16'}}, got {self.hooks!r}")
-        for step in self.hooks:
+        given = {int(step) if str(step).isdecimal() else step: hook for step, hook in self.hooks.items()}
+        for step in given:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"hooks: steps must be integers of at least 0, got {step!r}")
-        if 0 not in self.hooks:
-            raise ValueError(f"hooks has no hook for step 0, only for {sorted(self.hooks)}; add 0: 'allreduce'")
-        hooks = {step: get_inner_hook(self.hooks[step], f"hooks: for step {step}: ") for step in sorted(self.hooks)}
+        if 0 not in given:
+            raise ValueError(f"hooks has no hook for step 0, only for {sorted(given)}; add 0: 'allreduce'")
+        hooks = {step: get_inner_hook(given[step], f"hooks: for step {step}: ") for step in sorted(given)}
         object.__setattr__(self, "hooks", hooks)
 
     def __hash__(self) -> int:
         return hash(tuple(self.hooks.items()))
 
     @property
+    def _phases(self) -> dict[int, CommHook]:
+        return {int(step): get_hook(hook) for step, hook in self.hooks.items()}
+
+    @property
     def inner_hooks(self) -> tuple[CommHook, ...]:
-        return tuple(get_hook(hook) for hook in self.hooks.values())
+        return tuple(self._phases.values())
 
     def changes_at(self) -> set[int]:
-        return super().changes_at() | set(self.hooks)
+        return super().changes_at() | set(self._phases)
 
     def check_parameters(self, names: Sequence[str]) -> list[str]:
-        phases = [get_hook(hook) for hook in self.hooks.values()]
+        phases = self._phases
         texts = [
             f"hook=Schedule: the phase that begins at step {begin} ends at {end}, before {name}={value}: it does not "
             f"compress. Lower {name}, or make the phase longer"
-            for hook, begin, end in zip(phases, self.hooks, list(self.hooks)[1:], strict=False)
+            for (begin, hook), end in zip(phases.items(), [*phases][1:], strict=False)
             for _, name, value in late_starts(hook)
             if isinstance(value, int) and value >= end
         ]
         return super().check_parameters(names) + texts
 
     def bind(self, group: Group) -> BoundHook:
-        return _BoundSchedule({step: get_hook(hook) for step, hook in self.hooks.items()}, group)
+        return _BoundSchedule(self._phases, group)
 
 
 @started_at_once.register(Schedule)

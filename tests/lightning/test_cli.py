@@ -83,6 +83,12 @@ SCHEDULE = """
             class_path: lightning_commhooks.PowerSGD
             init_args: {matrix_approximation_rank: 4}
 """
+HIERARCHICAL = """
+    hook:
+      class_path: lightning_commhooks.HierarchicalLocalSGD
+      init_args:
+        period_group_size_dict: {4: 2, 16: null}
+"""
 PER_PARAMETER = """
     hook:
       class_path: lightning_commhooks.PerParameter
@@ -99,13 +105,16 @@ SCALED = """
       init_args: {hook: bf16, accumulation: weighted}
 """
 FUNCTION = "hook: torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook"
+POWERSGD = lc.PowerSGD(matrix_approximation_rank=4)
 GOOD = {
     "name": ("hook: powersgd", lc.PowerSGD(start_powerSGD_iter="auto")),
     "options": (POWERSGD_4, lc.PowerSGD(matrix_approximation_rank=4)),
     "class": ("hook: PowerSGD", lc.PowerSGD()),
     "auto": (POWERSGD_4.replace("4", "4, start_powerSGD_iter: auto"), lc.PowerSGD(rank=4, start="auto")),
     "cast": (CAST, lc.Cast(lc.PowerSGD(matrix_approximation_rank=4), "fp16")),
-    "schedule": (SCHEDULE, lc.Schedule({0: lc.BF16(), 3: lc.PowerSGD(matrix_approximation_rank=4)})),
+    "schedule": (SCHEDULE, lc.Schedule({0: lc.BF16(), 3: POWERSGD})),
+    "keys_of_json": (SCHEDULE.replace("0: ", "'0': ").replace("3:", "'3':"), lc.Schedule({0: "bf16", 3: POWERSGD})),
+    "hierarchical": (HIERARCHICAL, lc.HierarchicalLocalSGD(period_group_size_dict={4: 2, 16: None})),
     "per_parameter": (PER_PARAMETER, lc.PerParameter({"*norm*": "allreduce", "*": lc.Int8(block_size=256)})),
     "function": (FUNCTION, default_hooks.fp16_compress_hook),
     "accumulation": ("hook: powersgd\naccumulation: weighted", lc.ScaleByGradAccumulation("powersgd", "weighted")),
@@ -222,6 +231,8 @@ def test_an_unknown_option_is_the_first_thing_that_is_wrong_with_the_hook(config
     [
         (POWERSGD_4.replace("4", "0"), "matrix_approximation_rank must be an integer of at least 1, got 0"),
         (SCHEDULE.replace("0: bf16", "1: bf16"), "no hook for step 0"),
+        (SCHEDULE.replace("3:", "0.3:"), "steps must be integers of at least 0, got 0.3"),
+        (HIERARCHICAL.replace("4:", "4.5:"), "a period in period_group_size_dict must be an integer of at least 1"),
         ("hook: bf16\naccumulation: 0", "accumulation must be one of 'framework', 'mean', 'sum', 'weighted' or an int"),
         (f"accumulation: mean\n{textwrap.dedent(SCALED)}", "accumulation='mean': the hook has an accumulation already"),
     ],

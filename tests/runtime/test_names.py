@@ -125,3 +125,9 @@ def patterns(rank, world):
 
 def test_patterns_do_not_name_wrappers(run):
     run(patterns)
+
+
+def test_only_ddp_averages_ignored_parameters_of_the_root():
+    module = nn.Linear(2, 3)
+    assert [*Layout(module, {"weight"}).shapes] == ["weight", "bias"]
+    assert [*Layout(module, {"weight"}, ignores_root=True).shapes] == ["bias"]

@@ -391,9 +391,12 @@ def several_groups(rank, world):
             with pytest.raises(ValueError, match="replica") as refused:
                 lc.attach(hooked, hook, **options)
             texts.append(str(refused.value))
-        everywhere = DeviceMesh("cpu", torch.arange(world))
+        with_uneven_shards = mixed_meshes(two, DeviceMesh("cpu", torch.arange(world)))
         with pytest.raises(ValueError, match="or none: use a hook of gradients"):
-            lc.attach(mixed_meshes(two, everywhere), HOOKS_CUT_ANEW["diloco"])
+            lc.attach(with_uneven_shards, HOOKS_CUT_ANEW["diloco"])
+        attachment = lc.attach(with_uneven_shards, POWERSGD)
+        train(with_uneven_shards)
+        attachment.load_state_dict(attachment.state_dict())
         for group in groups:
             lc.attach(hooked, "allreduce", replicate_group=group)
         with pytest.raises(ValueError, match="has a communication hook between its replicas already"):
