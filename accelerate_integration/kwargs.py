@@ -360,13 +360,11 @@ class FSDPCommHook:
         events = AcceleratorEvents.of(accelerator)
         return events or _EventsOfShards(accelerator, self.hook.name, resync=self.resync, strict_state=True)
 
-    def attach(self, accelerator: Accelerator, models: Sequence[nn.Module]) -> None:
-        """Attach the hook to models that it is not at work on yet. Collective."""
+    def attach(self, accelerator: Accelerator, models: Sequence[nn.Module]) -> list[Attachment]:
+        """Attach the hook to models that it is not at work on yet, and return their attachments. Collective."""
         events: Any = AcceleratorEvents.of(accelerator)
         if events is not None and events.resync != self.resync:
-            raise ValueError(
-                f"use_comm_hook(accelerator, resync={self.resync!r}): give all models of an accelerator one value"
-            )
+            raise ValueError(f"use_comm_hook(..., resync={self.resync!r}): give all models of an accelerator one value")
         known = [events and events.attached_before(model, self.hook, self.options) for model in models]
         attachments = [
             before or attach(model, self.hook, **self.options) for model, before in zip(models, known, strict=True)
@@ -375,6 +373,7 @@ class FSDPCommHook:
         new = [one for one in attachments if one not in known]
         events = self.events(accelerator)
         events.take(new, self.hook, self.options, any(map(replicas_of, models)))
+        return new
 
 
 def sharded_hook(
@@ -428,9 +427,9 @@ def attach_to_prepared(accelerator: Accelerator, hook: Any, options: Sequence[st
         return handle
     if not models:
         raise ValueError("the accelerator has no model yet: call use_comm_hook(accelerator, ...) after prepare()")
-    handle.attach(accelerator, models)
+    new = handle.attach(accelerator, models)
     # Last: where warnings are errors, nothing else may be left to do.
-    if any(one.has_state for one in handle.attachments) and _is_called_by_a_trainer():
+    if any(one.has_state for one in new) and _is_called_by_a_trainer():
         warnings.warn(
             f"use_comm_hook(accelerator, hook={handle.hook.name!r}) in a Trainer: its checkpoints and evaluation do "
             "not know the hook. Call use_comm_hook(trainer, ...) before train() instead",

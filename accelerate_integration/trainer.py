@@ -134,7 +134,7 @@ def use_comm_hook(
         sizes = getattr(trainer.accelerator.state, "parallelism_config", None)
         has_replicas = sizes is not None and sizes.dp_replicate_size > 1
         handler = sharded_hook(trainer.accelerator, hook, of_ddp, has_replicas, **of_fsdp)
-    elif of_shards := [name for name, value in sharding.items() if value]:
+    elif (of_shards := [name for name, value in sharding.items() if value]) and trainer.accelerator.num_processes > 1:
         raise ValueError(f"{of_shards[0]} is for a model that Accelerate shards by FSDP: leave it out")
     else:
         handler = CommHookKwargs(hook=hook, **options)
@@ -242,9 +242,12 @@ class _TrainerEvents:
         original(logs, *args, **kwargs)
 
     def _tell_forecast(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        state = self._trainer.state
+        state, accelerator = self._trainer.state, self._trainer.accelerator
+        num_left = state.max_steps - state.global_step
+        if getattr(accelerator.gradient_state, "sync_each_batch", False):
+            num_left *= accelerator.gradient_accumulation_steps
         for attachment in self._last_open():
-            attachment.tell_forecast(announce, state.max_steps - state.global_step)
+            attachment.tell_forecast(announce, num_left)
         return original(*args, **kwargs)
 
     def _training_step(

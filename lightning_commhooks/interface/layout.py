@@ -53,8 +53,11 @@ def _unusual_order(parameter: Tensor) -> list[int]:
 
 
 def unwrapped(model: object) -> object:
-    """Return the module inside the result of `torch.compile(module)`, or the model itself."""
-    return getattr(model, "_orig_mod", model)
+    """Return the module inside the result of `torch.compile(module)`, or the model itself.
+
+    Also if `fully_shard` was applied to that result, as Accelerate does it.
+    """
+    return model if hasattr(type(model), "_get_fsdp_state") else getattr(model, "_orig_mod", model)
 
 
 def names_without_wrappers(model: Module, names: Iterable[str]) -> dict[str, str]:

@@ -254,10 +254,14 @@ def param_groups(model: nn.Module) -> list[Any]:
     return _groups_of(units(model))
 
 
+def states(modules: Iterable[FSDPModule]) -> list[Any]:
+    """FSDP2's `FSDPState`s, each of one or several modules."""
+    return [*{id(state): state for unit in modules if (state := unit._get_fsdp_state())}.values()]
+
+
 def _groups_of(modules: Iterable[FSDPModule]) -> list[Any]:
-    states = {id(state): state for unit in modules if (state := unit._get_fsdp_state())}
     groups: list[Any] = []
-    for state in states.values():
+    for state in states(modules):
         several = getattr(state, "_fsdp_param_groups", None)  # from PyTorch 2.12 on
         groups += [state._fsdp_param_group] if several is None else several
     return [group for group in groups if group is not None]

@@ -27,6 +27,7 @@ from lightning_commhooks.interface.layout import Layout
 from lightning_commhooks.interface.registry import get_hook
 from lightning_commhooks.interface.user_function import UserFunction
 from lightning_commhooks.runtime.attachment import Attachment
+from lightning_commhooks.runtime.local_steps import LocalSteps
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.finished import Finished
@@ -37,6 +38,7 @@ from lightning_commhooks.sources.fsdp2 import (
     gather_hooks,
     param_groups,
     refuse_other_communication,
+    states,
     units,
 )
 from lightning_commhooks.wrappers.scale import accumulation_of, without_scale
@@ -119,15 +121,6 @@ class _Unit:
                 raise failure
 
         group.post_backward = noting  # on the instance: autograd asks it by name
-        if averages_models(runtime.bound):
-            local, pre_forward = runtime.local, group.pre_forward
-
-            def restoring(module: nn.Module, *inputs: Any) -> Any:
-                # A hook of the model does not see calls of its parts, nor of `register_fsdp_forward_method`.
-                local.before_forward(module.training)
-                return pre_forward(module, *inputs)
-
-            group.pre_forward = restoring
 
     def divisor(self, share: Tensor) -> float:
         """Return the number by which FSDP2 divides the sum over replicas."""
@@ -202,8 +195,22 @@ class _Unit:
                 group.post_forward_mesh_info = self._original
             group.mesh_info = self._original
             del group.post_backward
-            vars(group).pop("pre_forward", None)
             self._runtime = None
+
+
+def _restore_before_forward(state: Any, local: LocalSteps) -> None:
+    """Restore own models where FSDP2 begins a forward that a hook of the model does not see.
+
+    That is of a part of the model, or by `register_fsdp_forward_method`.
+    """
+    begin = state._root_pre_forward
+
+    def restoring(*args: Any) -> Any:
+        if state._state_ctx.iter_forward_root is None and torch.is_grad_enabled():
+            local.hide_average()
+        return begin(*args)
+
+    state._root_pre_forward = restoring  # on the instance, which asks for it by name
 
 
 def _multiply_(share: Tensor, factor: float) -> None:
@@ -315,6 +322,7 @@ class Replicas(Source):
         # Of that hook.
         self._within: Runtime | None = None
         self._units: list[_Unit] = []
+        self._states: list[weakref.ref[Any]] = []
         self._handle: RemovableHandle | None = None
         self._reduced: list[Tensor] = []
         self._stream: torch.cuda.Stream | None = None
@@ -381,6 +389,9 @@ class Replicas(Source):
             before = torch.compiler.disable(lambda model, inputs: local.before_forward(model.training))
             # Before FSDP2's own, which gathers the parameters.
             self._handle = model.register_forward_pre_hook(NotCopied(before), prepend=True)
+            for state in states(units(model)):
+                _restore_before_forward(state, local)
+                self._states.append(weakref.ref(state))
 
     def metrics(self) -> dict[str, float]:
         found = self._gather.metrics() if self._gather is not None else {}
@@ -415,6 +426,11 @@ class Replicas(Source):
         self._units.clear()
         if self._handle is not None:
             self._handle.remove()
+        for state in filter(None, (one() for one in self._states)):
+            vars(state).pop("_root_pre_forward", None)
+        # A closed attachment keeps no parameters.
+        self._reduced.clear()
+        self.layout = Layout(nn.Module())
         for part in (self._within, self._gather):
             if part is not None:
                 part.close()

@@ -304,8 +304,8 @@ MUTATIONS = [
     Mutation(
         "shortest_period_first",
         f"{HOOKS}/hierarchical_localsgd.py",
-        "reversed(list(self.period_group_size_dict.items()))",
-        "list(self.period_group_size_dict.items())",
+        "reversed(self._sizes.items())",
+        "self._sizes.items()",
         "All ranks are never averaged where a short period ends too.",
         "tests/local_sgd/test_local_sgd.py -k 'trajectory and hierarchical'",
     ),

@@ -828,6 +828,57 @@ def test_evaluation_between_averages_is_of_the_average_and_changes_nothing(run, 
         assert max(averages) - min(averages) < 1e-6
 
 
+class WithForces(Network):
+    """A frozen layer is in eval mode and without gradients, and others have gradients also in an evaluation."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.layers[0].eval()(x)
+        with torch.enable_grad():
+            return self.layers[2](self.layers[1](y))
+
+
+def forces(rank, world):
+    """Losses of the average, as shown, and in a `with`; sizes and names of a compiled model that is sharded itself."""
+    with leaving_no_groups():
+        mesh = mesh_of_two()
+        torch.manual_seed(0)
+        model = WithForces()
+        model.layers[0].requires_grad_(False)
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+        attachment = lc.attach(model, LOCAL["diloco"], optimizers=[optimizer])
+        for step in range(4):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with attachment.averaged_weights():
+            losses = [evaluated(model)]
+        attachment.show_average()
+        losses += [evaluated(model), evaluated(model)]
+        attachment.average_weights()
+        alive = [weakref.ref(p) for p in model.parameters()]
+        attachment.close()
+        del model, layer, optimizer
+        gc.collect()
+        compiled = torch.compile(Network(), backend="eager")
+        fully_shard(compiled, mesh=mesh)
+        with_hook = lc.attach(compiled, "allreduce")
+        names = sorted(with_hook.runtime.layout.parameters)
+        compiled(batch(0)).square().mean().backward()
+        return losses, sum(one() is not None for one in alive), names, with_hook.num_steps
+
+
+def test_a_forward_shows_one_model_from_begin_to_end(run):
+    for losses, num_alive, names, steps in run(forces, world=WORLD, timeout=120):
+        assert losses == losses[:1] * 3
+        assert num_alive == 0, "a closed attachment keeps no parameters"
+        assert names == sorted(f"layers.{i}.{name}" for i in range(4) for name in ("weight", "bias"))
+        assert steps == 1
+
+
 def handed_out(attachment, model, inputs, num_steps):
     """The sum of the gradients of some steps, in each of which a rank has its own input, or zeros."""
     total = 0

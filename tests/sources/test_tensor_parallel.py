@@ -108,7 +108,7 @@ def of_sharded_parts(rank, world, folder):
             warnings.simplefilter("always")
             load_shard(*whole[2:])
         texts = [str(one.message) for one in caught if "not taken over" in str(one.message)]
-        return first[2].shard, told, same, averagings, whole[2].num_steps, texts
+        return first[2].shard, told, same, averagings, whole[2].state_dict()["steps"], texts
 
 
 def test_state_is_of_a_part(run, tmp_path):

@@ -34,9 +34,6 @@ class ParamGroup:
     def reshard(self):
         """Nothing is gathered."""
 
-    def pre_forward(self, module, args, kwargs):
-        return args, kwargs
-
     def post_backward(self):
         """As FSDP2's, of gradients that lie in `grad` of the parameters."""
         parameters = [p.sharded_param for p in self.fsdp_params]
@@ -60,7 +57,7 @@ class Shares(Replicas):
         parameters = [p for p in ddp.module.parameters() if p.dim()][::-1]
         stream = torch.cuda.Stream()
         self.groups = [ParamGroup(parameters[first:last], stream) for first, last in pairwise([0, 2, len(parameters)])]
-        self._shards, self._own_shards, self._units, self._reduced = {}, {}, [], []
+        self._units, self._states, self._reduced = [], [], []
         self._within = self._gather = self._handle = self._stream = None
         # Whether FSDP2 waits at the end of the backward, as it does unless `set_is_last_backward(False)`.
         self.is_last = True

@@ -191,7 +191,7 @@ def _task_has_an_id():
 OF_FSDP2 = (
     *("._get_fsdp_state", "._fsdp_param_group", "._reduce_scatter_comm", "._all_gather_comm", "._state_ctx"),
     *("._local_tensor", "mesh_info", "post_forward_mesh_info", "post_backward", "sharded_size", "fsdp_params"),
-    *("sharded_param", "padded_sharded_param_size", "pre_forward"),
+    *("sharded_param", "padded_sharded_param_size", "._root_pre_forward"),
 )
 TORCH = {
     "torch._C._current_graph_task_id": _task_has_an_id,
@@ -225,6 +225,7 @@ TORCH = {
     ),
     "._fsdp_param_groups": lambda: not has("torch", "2.12") or _fsdp2_has("_fsdp_param_groups")(),
     **{name: _fsdp2_has(name.lstrip(".")) for name in OF_FSDP2},
+    "iter_forward_root": lambda: _fsdp2()[1]._state_ctx.iter_forward_root is None,
     "set_custom_reduce_scatter": lambda: resolve("torch.distributed.fsdp.FSDPModule.set_custom_reduce_scatter"),
 }
 
