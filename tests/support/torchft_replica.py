@@ -29,6 +29,7 @@ from torchft import Manager
 import lightning_commhooks as lc
 from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.hooks._pseudo_gradients import PseudoGradients
+from lightning_commhooks.interface.models import Models
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.torchft import DistributedDataParallel, ProcessGroupGloo
 
@@ -84,7 +85,7 @@ class Options:
 
     @property
     def is_local(self):
-        return self.hook.startswith("diloco")
+        return self.hook.startswith(("diloco", "post_localsgd"))
 
 
 HOOKS = {
@@ -92,6 +93,7 @@ HOOKS = {
     "int8": lc.Int8(min_bytes=0, block_size=64, compress_1d=True),
     "powersgd": lc.PowerSGD(start_powerSGD_iter=3, min_compression_rate=1),
     "bf16": lc.BF16(),
+    "post_localsgd": lc.PostLocalSGD(start_localSGD_iter=0, period=PERIOD, post_local_gradient_allreduce=False),
     "diloco": lc.DiLoCo(period=PERIOD, post_local_gradient_allreduce=False),
     "diloco in fragments": lc.DiLoCo(period=PERIOD, fragments=2, post_local_gradient_allreduce=False),
     # Each of these begins before a vote on the other fragment.
@@ -328,14 +330,17 @@ class Spoiled(torch.autograd.Function):
 
 def die_in_average(step, manager):
     """Kill this process when it begins an average after so many that were committed; `manager` returns that."""
-    begin = PseudoGradients.begin
 
-    def begun(self, fragment, moves, stepped, weigh=None):
-        if manager().current_step() == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return begin(self, fragment, moves, stepped, weigh)
+    def dying(method):
+        def run(*args, **kwargs):
+            if manager().current_step() == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(*args, **kwargs)
 
-    PseudoGradients.begin = begun
+        return run
+
+    PseudoGradients.begin = dying(PseudoGradients.begin)
+    Models.average_ = dying(Models.average_)
 
 
 def lose_average(manager, step):

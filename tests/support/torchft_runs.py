@@ -20,6 +20,7 @@ from docs_pages import DOCS, blocks
 from forks import FOLDER, FORKS, PATIENCE, alone, free_port
 from torchft_replica import HOOKS, NAMES, batch, loss_of, make_model, make_optimizer
 
+import lightning_commhooks as lc
 from lightning_commhooks.collectives.in_memory import groups_in_memory, run_together
 from lightning_commhooks.interface.bucket import Bucket, Slot
 
@@ -323,7 +324,7 @@ def assert_equals_simulation(run, simulation, tolerance_of=lambda step: 1e-9):
 
 
 class LocalSimulation:
-    """DiLoCo in one process, among those that were there at each average; each of so many processes.
+    """DiLoCo, or local SGD, in one process, among those that were there at each average; each of so many processes.
 
     Args:
         hook: name of one of `HOOKS`, with one fragment or two.
@@ -333,10 +334,13 @@ class LocalSimulation:
 
     def __init__(self, hook="diloco", num_processes=1, is_scheduled=False):
         self.hook, self.num_processes, self.is_scheduled = HOOKS[hook], num_processes, is_scheduled
+        outer = isinstance(self.hook, lc.DiLoCo)
+        self.num_fragments, self.delay = (self.hook.fragments, self.hook.delay) if outer else (1, 0)
+        self.outer_lr, self.outer_momentum = (0.7, 0.9) if outer else (1.0, 0.0)
         self.anchor = copies(make_model().parameters())
         self.momentum = [torch.zeros_like(p) for p in self.anchor]
         # Indices of the parameters in each fragment: of half the elements, or as close as that gets.
-        self.fragments = [[0, 1, 2, 3, 4, 5]] if self.hook.fragments == 1 else [[0, 1], [2, 3, 4, 5]]
+        self.fragments = [[0, 1, 2, 3, 4, 5]] if self.num_fragments == 1 else [[0, 1], [2, 3, 4, 5]]
         self.restart()
 
     def restart(self):
@@ -347,7 +351,7 @@ class LocalSimulation:
 
     def end_of(self, step):
         """Number of local steps up to an average."""
-        period, fragments = self.hook.period, self.hook.fragments
+        period, fragments = self.hook.period, self.num_fragments
         return step // fragments * period + (step % fragments + 1) * period // fragments
 
     def step(self, step, lines, joined):
@@ -358,18 +362,18 @@ class LocalSimulation:
                 self.own[name], self.begun[name] = copies(self.anchor), {}
             else:
                 self.train(name, step, lines[name]["local"])
-        k = step % self.hook.fragments
+        k = step % self.num_fragments
         begun = [self.begun[name].get(k) for name in there]
         # An average in flight is lost if replicas come or go.
-        in_time = self.hook.delay and all(
+        in_time = self.delay and all(
             one is not None and one[0] == lines[name]["quorums"] for name, one in zip(there, begun, strict=True)
         )
         for i in self.fragments[k]:
             sent = [one[1][i] for one in begun] if in_time else [self.own[name][i] for name in there]
             mean = sum(self.anchor[i] - p for p in sent) / len(there)
             # Nesterov's momentum, as of `torch.optim.SGD`.
-            self.momentum[i] = 0.9 * self.momentum[i] + mean
-            self.anchor[i] = self.anchor[i] - 0.7 * (mean + 0.9 * self.momentum[i])
+            self.momentum[i] = self.outer_momentum * self.momentum[i] + mean
+            self.anchor[i] = self.anchor[i] - self.outer_lr * (mean + self.outer_momentum * self.momentum[i])
             for name in there:
                 own = self.own[name]
                 own[i] = (own[i] + self.anchor[i]) / 2 if in_time else self.anchor[i].clone()
@@ -392,8 +396,8 @@ class LocalSimulation:
             for rank in range(self.num_processes):
                 (loss_of(model, *batch(name, last + 1, i + 1000 * rank)) / self.num_processes).backward()
             optimizer.step()
-            for k in range(self.hook.fragments):
-                if (self.end_of(k) - before - i - 1 - self.hook.delay) % self.hook.period == 0:
+            for k in range(self.num_fragments):
+                if (self.end_of(k) - before - i - 1 - self.delay) % self.hook.period == 0:
                     begun[k] = quorums, copies(model.parameters())
         self.own[name] = copies(model.parameters())
         if last < step - 1:
