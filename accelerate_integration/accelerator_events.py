@@ -253,8 +253,8 @@ def _load_everywhere(path: Path) -> list[dict[str, Any]] | None:
         return None
     if any(problems):
         rank = next(rank for rank, each in enumerate(problems) if each)
-        raise ValueError(
-            f"{path} is {problems[rank]} on rank {rank}; put checkpoints on a file system that all nodes share, or "
-            "copy them"
-        )
+        fix = "put checkpoints on a file system that all nodes share, or copy them"
+        if all(problems):
+            fix = "it is damaged: load another checkpoint"
+        raise ValueError(f"{path} is {problems[rank]} on rank {rank}; {fix}")
     return states

@@ -360,6 +360,12 @@ class Group:
         """Payload bytes that each rank sends in a ring all-reduce of `tensor`."""
         return 2 * (self.size - 1) / self.size * tensor.nbytes
 
+    def dense_bytes(self, grad: Tensor) -> float:
+        """Payload bytes that each rank sends for a gradient without a hook; a sparse one goes to all others."""
+        if grad.is_sparse:
+            return (self.size - 1) * (grad._indices().nbytes + grad._values().nbytes)
+        return self.ring_bytes(grad)
+
     def inter_node_share(self, kind: Kind = "all_reduce", around_ring: bool | None = None) -> float:
         """Return the fraction of a collective's bytes that leave the node, averaged over ranks; 0: nodes are unknown.
 

@@ -5,6 +5,7 @@
 import inspect
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.misplaced import refusal
 
-DDPHook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
+DDPHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 _FUTURE = torch.futures.Future[torch.Tensor]
 _STOCK = "torch.distributed.algorithms.ddp_comm_hooks"

@@ -284,7 +284,7 @@ class Runtime:
             # In local steps, the gradients are not meant to be the mean.
             samplers = () if ranks_step_alone else (self.sampler, self.forecaster.sampler)
             samples = [(each, each.take(bucket.flat, bucket)) for each in samplers if each is not None]
-            with counted(numbers, ranks, dense=ranks.ring_bytes(numbers)):
+            with counted(numbers, ranks, dense=ranks.dense_bytes(flat)):
                 if flat.is_sparse:
                     flat = yield from checked(bound.reduce_sparse(flat, bucket, ranks), bound, "reduce_sparse")
                     numbers = flat._values()
@@ -518,7 +518,7 @@ class Runtime:
         if differences and fresh.group.rank == 0:
             more = f" and {len(differences) - 5} more" if len(differences) > 5 else ""
             warnings.warn(
-                f"strict_state=False: not taken over from the state of hook {self.name!r}: "
+                f"strict_state=False: not taken over by hook {self.name!r} from the state: "
                 f"{'; '.join(differences[:5])}{more}. Its memory of these is reset",
                 stacklevel=3,
             )

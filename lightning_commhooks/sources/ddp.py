@@ -146,7 +146,7 @@ class DDPSource(Source):
                 raise HookError(CLOSED)
             plain = self._make_bucket(bucket, runtime)
             flat, group = plain.flat, runtime.bound.group
-            group.counters.bytes_dense += group.ring_bytes(flat._values() if flat.is_sparse else flat)
+            group.counters.bytes_dense += group.dense_bytes(flat)
             if flat.is_sparse:
                 bucket.set_buffer(group.finish(runtime.bound.reduce_sparse(flat, plain, group)))
             else:

@@ -115,7 +115,7 @@ def test_mismatch_is_an_error_on_every_rank(mismatched, label, text):
         assert text in error["text"]
         assert "strict_state=False" in error["text"]
     assert mismatched.both(f"loose-{label}")["global_step"] == 28
-    assert "strict_state=False: not taken over from the state of hook" in mismatched.stderr
+    assert "strict_state=False: not taken over by hook" in mismatched.stderr
 
 
 def test_checkpoints_of_other_strategies(mismatched):

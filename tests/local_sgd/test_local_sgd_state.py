@@ -512,5 +512,5 @@ def load_loosely(rank, world):
 def test_what_fits_may_be_taken_over_alone(run):
     first, second = run(load_loosely)
     assert first[:2] == second[:2] == ({"first.3.weight", "first.3.bias"}, 12)
-    assert "not taken over from the state of hook 'diloco': it has memory of 'first.3." in first[2][0]
+    assert "not taken over by hook 'diloco' from the state: it has memory of 'first.3." in first[2][0]
     assert not second[2]
