@@ -71,7 +71,7 @@ def test_scripts_of_the_readme(followed, command):
     check_first_run(command, output)
     if "lightning" in command:
         assert "`Trainer.fit` stopped: `max_steps=400` reached." in output
-        assert "Forecast for communication hook PowerSGD(start_powerSGD_iter=20): " in output
+        assert "Forecast for communication hook PowerSGD(start_powerSGD_iter=40): " in output
         assert 6 < ratio_of(output) < 7
     else:
         assert 9 < ratio_of(output) < 10, "20 steps in full of 200"

@@ -212,6 +212,7 @@ TORCH = {
     **dict.fromkeys(("._comm_hook", "._comm_hook_state"), _fsdp_keeps_its_hook),
     "._nnz": lambda: _sparse()._nnz() == 1,
     "._values": lambda: _sparse()._values().tolist() == [2.0],
+    "._indices": lambda: _sparse()._indices().tolist() == [[1]],
     "._version": _counts_changes,
     "._base": lambda: (t := torch.ones(2)).view(2, 1)._base is t,
     "._orig_mod": lambda: next(torch.compile(torch.nn.Linear(1, 1)).named_parameters())[0] == "_orig_mod.weight",
