@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import re
 import sys
@@ -75,7 +76,10 @@ def parser() -> ArgumentParser:
         )
         command.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
         command.add_argument(
-            "--rounds", type=_count, default=3, help="rounds, in each of which all hooks are timed; default: 3"
+            "--rounds",
+            type=_count,
+            default=3,
+            help="rounds, in each of which all hooks are timed; default: 3. One or two show no noise",
         )
         command.add_argument("--json", **as_json)
     return whole
@@ -107,7 +111,7 @@ def _magnitude(text: str) -> float:
 def parse_bandwidth(text: str) -> float:
     """Return the bytes per second of `1gbit`, `100 Mbit/s`, `10Gbps` or `1.2GB/s`; reject ambiguous units."""
     found = _BANDWIDTH.fullmatch(text.strip())
-    if found is None or float(found["number"]) <= 0:
+    if found is None or not 0 < float(found["number"]) < math.inf:
         raise ArgumentTypeError(f"must be like 1gbit, 100mbit or 1.2GB/s, got {text!r}")
     if found["unclear"]:
         amount = found["number"] + found["prefix"]

@@ -166,7 +166,7 @@ def _why_apart(row: Row, max_error: float) -> str:
     if row.error <= max_error:
         return ""
     return (
-        f"an error of {row.error:.2f} in one step is above --max-error {max_error:g}; if the hook has error feedback, "
+        f"an error of {row.error:.2g} in one step is above --max-error {max_error:g}; if the hook has error feedback, "
         "it sends the residual later: compare the final loss"
     )
 

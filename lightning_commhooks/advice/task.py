@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import itertools
 import os
@@ -224,10 +225,14 @@ def _optimizers_in(given: object) -> Iterator[Optimizer]:
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
+    if hasattr(batch, "to"):  # tensors, and batches such as those of tokenizers
         return batch.to(device)
     if isinstance(batch, Mapping):
         return {key: _moved(value, device) for key, value in batch.items()}
     if isinstance(batch, (tuple, list)):
-        return [_moved(value, device) for value in batch]
+        values = [_moved(value, device) for value in batch]
+        return values if isinstance(batch, list) else type(batch)(*values) if hasattr(batch, "_fields") else (*values,)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        values_by_name = {one.name: getattr(batch, one.name) for one in dataclasses.fields(batch) if one.init}
+        return dataclasses.replace(batch, **_moved(values_by_name, device))
     return batch

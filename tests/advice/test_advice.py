@@ -1,10 +1,12 @@
 """What the command line decides and understands, without processes."""
 
+import collections
 import dataclasses
 import math
 import re
 import sys
 from argparse import Namespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from lightning_commhooks.advice.candidates import DEFAULT, candidate, candidates
 from lightning_commhooks.advice.emulated import Network
 from lightning_commhooks.advice.ranking import Row, amortized, decide, headroom, merged, unsettled
 from lightning_commhooks.advice.study import text_of
-from lightning_commhooks.advice.task import imported, load_task
+from lightning_commhooks.advice.task import _moved, imported, load_task
 
 CPU = torch.device("cpu")
 
@@ -50,7 +52,7 @@ class TestVerdict:
         assert "45% less" in verdict.reason
         assert verdict.line == 'CompressedDDPStrategy(hook="int8")'
         assert list(verdict.apart) == ["powersgd"]
-        assert "an error of 0.80 in one step is above --max-error 0.3" in verdict.apart["powersgd"]
+        assert "an error of 0.8 in one step is above --max-error 0.3" in verdict.apart["powersgd"]
         assert decide(rows, max_error=0.9).choice == "powersgd"
 
     def test_of_equally_fast_ones_the_most_exact(self):
@@ -243,6 +245,30 @@ class TestCandidates:
         assert powersgd.note == "measured as PowerSGD(start_powerSGD_iter=0)"
         assert diloco.note == "measured as DiLoCo(period=4), calculated for a period 25 times as long"
         assert diloco.code == '"diloco"'
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: list
+
+
+@dataclasses.dataclass
+class Both:
+    pair: Pair
+    name: str
+
+
+def test_batches_keep_their_types():
+    class Encoding(collections.UserDict):
+        def to(self, device):
+            return Encoding({key: value.to(device) for key, value in self.data.items()})
+
+    batch = Both(Pair(torch.ones(2), [torch.ones(1), (torch.ones(1), Encoding(z=torch.ones(3)))]), "name")
+    moved = _moved(batch, torch.device("meta"))
+    assert (moved.name, moved.pair.x.is_meta, moved.pair.y[0].is_meta) == ("name", True, True)
+    assert type(moved.pair.y[1]) is tuple
+    assert type(moved.pair.y[1][1]) is Encoding
+    assert moved.pair.y[1][1]["z"].is_meta
 
 
 class Task(nn.Module):
