@@ -410,7 +410,7 @@ def sharded_hook(
     options = [*options, *(name for name, value in of_replicas.items() if value and not has_replicas)]
     if options:
         raise ValueError(
-            f"{', '.join(options)}: hooks keep no state of sharded gradients and do not know what they are the sum of; "
+            f"{', '.join(options)}: hooks keep no state of sharded gradients and do not know their micro-batches; "
             "leave that out with FSDP"
         )
     gather_hooks(sharding)

@@ -38,8 +38,8 @@ _FORGETS = {
 }
 
 _OF_DDP = (
-    "is for DistributedDataParallel: hooks keep no state of sharded gradients and do not know what they are the sum "
-    "of; leave it out with FSDP"
+    "is for DistributedDataParallel: hooks keep no state of sharded gradients and do not know their micro-batches; "
+    "leave it out with FSDP"
 )
 
 

@@ -172,7 +172,7 @@ class _Unit:
         return slots_there, [share] if not any(sizes[1::2]) else list(share.split(sizes)[::2])
 
     def _check_parameters(self, hook: str) -> None:
-        """Refuse other tensors than those whose averages the hook is to take."""
+        """Refuse parameters that have been replaced since the hook was attached."""
         name_of = self._source.layout.name_of
         replaced = [self._names[id(p)] for p in self._reduced if name_of(p.sharded_param) is None]
         if replaced:
@@ -310,7 +310,7 @@ class Replicas(Source):
             )
         super().__init__(groups[0] if replicate_group is None else replicate_group)
         self._are_known = bool(groups)
-        # The shards of all parameters, while the hook's state has those of the parameters that it averages.
+        # All ranks of this replica; the hook's state has the shards of its own parameters only.
         shards, parts = _shards_of(param_groups(model)), _tensor_parallel(param_groups(model))
         self._is_sharded, self.shard_groups = bool(shards), [*shards, *parts]
         own = [group for group in param_groups(model) if self._has_replicas(group)]
