@@ -9,6 +9,7 @@ import importlib
 import inspect
 import sys
 import warnings
+from collections import namedtuple
 from datetime import timedelta
 
 import torch
@@ -211,6 +212,7 @@ TORCH = {
     "._set_default_backend": lambda: hasattr(dist.ProcessGroup, "_set_default_backend"),
     **dict.fromkeys(("._comm_hook", "._comm_hook_state"), _fsdp_keeps_its_hook),
     "._nnz": lambda: _sparse()._nnz() == 1,
+    "._fields": lambda: namedtuple("Pair", "x y")._fields == ("x", "y"),
     "._values": lambda: _sparse()._values().tolist() == [2.0],
     "._indices": lambda: _sparse()._indices().tolist() == [[1]],
     "._version": _counts_changes,
