@@ -389,6 +389,22 @@ def sparse(rank, world, hook):
     return model.weight.grad.to_dense()
 
 
+def ratio_of_sparse(rank, world):
+    model = torch.nn.Embedding(200, 64, sparse=True)
+    ddp = DistributedDataParallel(model)
+    attachment = lc.attach(ddp, "allreduce")
+    ddp(torch.arange(20) + rank).sum().backward()
+    ratio = attachment.metrics()["compression_ratio"]
+    attachment.close()
+    return ratio
+
+
+def test_without_a_hook_sparse_gradients_go_to_all_ranks(run):
+    """As they do with "allreduce", which sends the number of rows besides."""
+    for ratio in run(ratio_of_sparse, world=4):
+        assert ratio == pytest.approx(1, abs=0.01)
+
+
 def test_sparse_gradients_are_averaged_over_all_ranks(run):
     expected = torch.zeros(20, 4)
     expected[:4], expected[7] = 0.25, 1.0
