@@ -114,7 +114,8 @@ def use_comm_hook(
         "gather_differences": gather_differences,
     }
     monitor_options = trainer_options(monitor) if monitor else None
-    of_ddp = [name for name in ("hook_state", "strict_state", "accumulation") if options[name] != _default(name)]
+    names = ("hook_state", "strict_state", "accumulation")
+    of_ddp = [name for name in names if options[name] != getattr(CommHookKwargs, name)]
     of_fsdp = {"exact_state": exact_state, "resync": resync, **sharding}
     if isinstance(trainer, Accelerator):
         if monitor:
@@ -141,10 +142,6 @@ def use_comm_hook(
     trainer.comm_hook_handler = handler
     _TrainerEvents(trainer, handler, monitor_options)
     return handler
-
-
-def _default(name: str) -> Any:
-    return getattr(CommHookKwargs, name)
 
 
 class CommHookTrainerMixin:

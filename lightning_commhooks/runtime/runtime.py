@@ -217,7 +217,7 @@ class Runtime:
     @property
     def speaks(self) -> bool:
         """Whether this rank shows what all ranks know: of the first replica, the first shard."""
-        return self.bound.group.rank == 0 and not any(index for index, _ in self.source.shard)
+        return self.bound.group.rank == 0 and self.source.is_first_shard
 
     def bucket(
         self, flat: Tensor, slots: tuple[Slot, ...], index: int, is_last: bool, step: int, unused: frozenset[str] | None

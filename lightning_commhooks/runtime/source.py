@@ -79,6 +79,11 @@ class Source(ABC):
                 raise ValueError(f"{name} {self.refused[name]}")
         self.options = {name: given[name] for name in self.kept if name in given}
 
+    @property
+    def is_first_shard(self) -> bool:
+        """Whether this rank has the first shard of its replica, or the whole model."""
+        return not any(index for index, _ in self.shard)
+
     @contextmanager
     def agreeing(self, what: str) -> Iterator[dict[str, object]]:
         """As `raise_on_all_ranks`, among all ranks that train the model together."""

@@ -136,10 +136,10 @@ class _Unit:
         """Average this rank's share of the gradients over replicas, on CUDA on the current stream."""
         runtime, (slots, parts) = self._runtime, self._layout_of(share)
         assert runtime is not None
-        if averages_models(runtime.bound):
-            self._check_parameters(runtime.name)
 
         def average() -> None:
+            if averages_models(runtime.bound):
+                self._check_parameters(runtime.name)
             # Rows that fill shares up to the same size are in no bucket.
             flat = share if parts[0].numel() == share.numel() else torch.cat(parts)
             step, index = runtime.clock.place_in_backward(ends=True)
@@ -311,9 +311,10 @@ class Replicas(Source):
         super().__init__(groups[0] if replicate_group is None else replicate_group)
         self._are_known = bool(groups)
         # All ranks of this replica; the hook's state has the shards of its own parameters only.
-        shards, parts = _shards_of(param_groups(model)), _tensor_parallel(param_groups(model))
-        self._is_sharded, self.shard_groups = bool(shards), [*shards, *parts]
-        own = [group for group in param_groups(model) if self._has_replicas(group)]
+        everything = param_groups(model)
+        shards = _shards_of(everything)
+        self._is_sharded, self.shard_groups = bool(shards), [*shards, *_tensor_parallel(everything)]
+        own = [group for group in everything if self._has_replicas(group)]
         self.shard = [[group.rank(), group.size()] for group in _shards_of(own)]
         if parts := _tensor_parallel(own):
             # Parts are not put together like shards: there are always two numbers then.

@@ -306,8 +306,7 @@ class Quorum(ChangingRanks):
         said = [
             f"{', '.join(repr(name) for name, _ in sorted(those))} {what}" for what, those in changes.items() if those
         ]
-        is_first_of_replica = not any(index for index, _ in shard)
-        if said and before and is_first_of_replica:
+        if said and before and runtime.source.is_first_shard:
             announce(f"replica {' and '.join(said)} at step {self._manager.current_step()}: {len(names)} go on")
         self.names = names
 

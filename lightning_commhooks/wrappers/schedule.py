@@ -45,6 +45,8 @@ class Schedule(CommHook):
         for step in given:
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"hooks: steps must be integers of at least 0, got {step!r}")
+        if len(given) < len(self.hooks):
+            raise ValueError(f"hooks must have each step once, got {self.hooks!r}")
         if 0 not in given:
             raise ValueError(f"hooks has no hook for step 0, only for {sorted(given)}; add 0: 'allreduce'")
         hooks = {step: get_inner_hook(given[step], f"hooks: for step {step}: ") for step in sorted(given)}

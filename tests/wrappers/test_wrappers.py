@@ -38,6 +38,7 @@ def test_wrappers_take_names_and_nest():
         (lambda: lc.Schedule({}), "no hook for step 0"),
         (lambda: lc.Schedule({5: "bf16"}), r"no hook for step 0, only for \[5\]"),
         (lambda: lc.Schedule({0: "bf16", -1: "fp16"}), "at least 0, got -1"),
+        (lambda: lc.Schedule({0: "bf16", "0": "fp16"}), "hooks must have each step once"),
         (lambda: lc.Schedule({0: "bf16", "5.5": "fp16"}), "integers.*'5.5'"),
         (lambda: lc.Schedule({0: "bf16", 10: "nothing"}), "hooks: for step 10: unknown hook 'nothing'"),
         (lambda: lc.Schedule("bf16"), "hooks must be a dict of hooks by step, such as {0: 'bf16'}, got 'bf16'"),
