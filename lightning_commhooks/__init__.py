@@ -137,15 +137,13 @@ _LAZY = {
     "CompressedDDPFabricStrategy": "lightning_commhooks.lightning.fabric",
     "CompressedRayDDPStrategy": "lightning_commhooks.lightning.ray",
 }
-_REMOVED = {
-    "attach_fsdp": "attach(model, hook), which takes sharded models too",
-    "FSDPAttachment": "Attachment, which is what attach(model, hook) returns for sharded models too",
-}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
-    if name in _REMOVED:
-        raise AttributeError(f"lightning_commhooks.{name} is gone: use {_REMOVED[name]}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)

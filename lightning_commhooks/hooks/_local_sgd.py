@@ -7,7 +7,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -20,7 +20,6 @@ from lightning_commhooks.interface.hook import ANY_LATER_STEP, CommHook
 from lightning_commhooks.interface.models import OptimizerStep
 from lightning_commhooks.interface.python_code import code, earlier
 from lightning_commhooks.interface.start import check_start, start_of
-from lightning_commhooks.interface.state import StateReader
 
 # At most this multiple of plain DDP's bytes counts as equal, to allow for rounding.
 _SLIGHTLY_MORE = 1.005
@@ -223,12 +222,6 @@ class BoundLocalSGD(AveragesModels):
             num_steps: number of steps that this optimizer has taken since local steps began, including this one.
             stepped: the parameters of the optimizer.
         """
-
-    def load_state_dict(self, state: dict[str, Any], reader: StateReader) -> None:
-        # Versions before 0.2 counted backwards, and saved no start.
-        begun = reader.steps >= self._first_step
-        before = {"backward": int(self._first_step)} if begun else {}
-        super().load_state_dict({"start": before, **state}, reader)
 
     def _follow_up_optimizer(self, stepped: OptimizerStep, group: Group) -> None:
         """Treat the optimizer's state as `optimizer_state` says, after `group` has averaged the parameters."""

@@ -26,8 +26,6 @@ from lightning_commhooks.interface.state import Memory, Shapes, StateReader, Sta
 NEXT_TO_NOTHING = 0.03
 # The step for which `inactive_reason` returns reasons that do not depend on the length of the run.
 ANY_LATER_STEP = sys.maxsize
-# New names of methods by their old names.
-_RENAMED = {"drain_": "flush_", "not_begun": "inactive_reason", "owed": "residuals"}
 
 
 class _Signature:
@@ -155,12 +153,6 @@ class BoundHook(ABC):
     averages_models: bool = False
     own_kinds: frozenset[str] = frozenset({"residual"})
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for before, now in _RENAMED.items():
-            if before in vars(cls):
-                raise TypeError(f"{cls.__name__}.{before}() would never be called: it is {now}() now")
-
     def __init__(self, group: Group) -> None:
         self.group = group
         self.memory: Memory = {}
@@ -277,8 +269,8 @@ class BoundHook(ABC):
             reader: returns this rank's part of a saved tensor, and records the parts that do not fit and are skipped.
         """
         if self.has_memory or "entries" in state:
-            saved_kinds = state.get("own_kinds", self.own_kinds)  # earlier versions did not save them
-            self.memory = reader.memory(reader.section(state, "entries"), self.kept, self.own_kinds, saved_kinds)
+            entries, saved_kinds = reader.section(state, "entries"), state["own_kinds"]
+            self.memory = reader.memory(entries, self.kept, self.own_kinds, saved_kinds)
         for what, own in self.numbers.items():
             own.clear()
             own.update(reader.section(state, what))

@@ -481,7 +481,6 @@ class Models:
         count_up(tensor for tensor, _ in staged)
         self.diverged = set(saved.get("parameters", {}))
         self._buffers_diverged = bool(saved.get("buffers", {}))
-        # Earlier versions did not save it.
         self._compares_buffers = saved.get("compares_buffers", True)
         self.may_differ = bool(saved)
         self._states_diverged = {name for states in saved.get("optimizers", {}).values() for name in states}

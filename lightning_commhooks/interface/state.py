@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -85,7 +84,7 @@ class StateReader:
         shapes: Mapping[str, tuple[int, ...]],
         group: Group,
         strict: bool,
-        orders: Mapping[str, Sequence[int]] = types.MappingProxyType({}),
+        orders: Mapping[str, Sequence[int]],
     ) -> None:
         self._group = group
         self._ranks: Sequence[int] = [group.rank]
@@ -97,8 +96,7 @@ class StateReader:
         self.differences: list[str] = []
         saved_shapes = {name: tuple(shape) for name, shape in saved["parameters"].items()}
         self._parameters = saved_shapes, dict(shapes)
-        # Earlier versions did not save orders.
-        self._orders = saved.get("orders", orders), orders
+        self._orders = saved["orders"], orders
         self._shapes = {name: shape for name, shape in shapes.items() if not self._changed(name)}
 
     def differs(self, problem: str) -> None:
@@ -196,7 +194,6 @@ class StateReader:
         saved_kinds: Container[str],
     ) -> dict[str, Tensor]:
         entry: dict[str, Tensor] = {}
-        saved = _as_saved_now(saved)
         if "residual" in expected and "residual" not in saved:
             self.differs(f"it has no error feedback of {name!r}")
         for kind, tensor in saved.items():
@@ -235,14 +232,3 @@ class StateReader:
         self._options, self._shapes = options, {name: shape for name, shape in self._shapes.items() if has(name)}
         yield
         self._options, self._shapes = before
-
-
-def _as_saved_now(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert an entry of an exact state of version 0.1, which split the residual, to the current format."""
-    entry = dict(saved)
-    if {"sent_p", "sent_q", "residual"} <= entry.keys():
-        sent = entry.pop("sent_p").t() @ entry.pop("sent_q")
-        entry["residual"] = entry["residual"] - sent.view(entry["residual"].shape[1:])
-    if {"carried", "residual"} <= entry.keys():
-        entry["residual"] = entry["residual"] + entry.pop("carried")
-    return entry

@@ -92,9 +92,6 @@ class BoundWrapper(AveragesModels):
         if not self._parts:
             self._all_inner[0].load_state_dict(state, reader)
             return
-        # As version 0.1 named them.
-        hooks = state.get("phases") or ({"0": state["inner"]} if "inner" in state else {})
-        state = {"entries": {}, "hooks": hooks, **state}
         super().load_state_dict(state, reader)
         saved = reader.section(state, "hooks")
         for key in sorted(saved.keys() ^ self._parts.keys()):

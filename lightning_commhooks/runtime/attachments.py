@@ -135,10 +135,6 @@ class Attachments:
     ) -> None:
         """Load states as `load_state_dict` does, into `attachments` of the same names. Collective."""
         text = _without_states(source)
-        if states is not None and not isinstance(states, Mapping):  # an earlier version saved a list
-            raise ValueError(
-                f"{source} has states of communication hooks without names of models; load them without it"
-            )
         missing = [name for name in attachments if states is not None and name not in states]
         if states is not None and missing:
             text = f"{source} has the state of communication hooks for {sorted(states)}, and not for {missing}"

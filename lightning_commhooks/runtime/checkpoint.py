@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-_KEYS = {"format", "steps", "world_size", "per_rank", "parameters", "num_tensors", "hook"}
+_DICTS = ("hook", "parameters", "orders", "models", "optimizer_steps")
+_KEYS = {"format", "steps", "num_steps", "world_size", "per_rank", "shard", "num_tensors", *_DICTS}
 # A value instead of a `PerRank`, for states that one rank saved without its peers.
 _STEPS_ONLY = "none"
 _NOTHING = object()
@@ -86,7 +87,7 @@ def _of_this_shard(states: Sequence[Any], runtime: Runtime, layout: Layout) -> d
     """Return the state of this rank's shard, from the states of all saved shards."""
     if problem := next((found for state in states if (found := _problem(state))), "" if states else "there is none"):
         raise StateError(f"not the states of a communication hook on all shards: {problem}")
-    told = [state.get("shard", []) for state in states]
+    told = [state["shard"] for state in states]
     are_nested = all(len(one) > 1 for one in told)
     if told != [[[i, len(states)]] for i in range(len(states))] and told != [[]] and not are_nested:
         raise StateError(f"not the states of all shards in order: they are of {', '.join(map(_told, told))}")
@@ -99,14 +100,14 @@ def _of_this_shard(states: Sequence[Any], runtime: Runtime, layout: Layout) -> d
 
 def load(
     saved: Any, runtime: Runtime, bound: BoundHook, models: Models, strict: bool
-) -> tuple[int, dict[str, int] | None, list[str]]:
+) -> tuple[int, dict[str, int], list[str]]:
     """Load a result of [`save`][] into a new runtime object of a hook. Collective, on the engine.
 
     A sequence has the states of all shards of a sharded model, perhaps of a different number of shards.
 
     Returns:
-        the step count, 0 if `saved` is not a state; steps by optimizer, `None` for version 0.1; and descriptions of the
-        parts that were skipped because they do not fit, none if `strict`.
+        the step count, 0 if `saved` is not a state; steps by optimizer; and descriptions of the parts that were skipped
+        because they do not fit, none if `strict`.
 
     Raises:
         StateError: on all ranks, if the state does not fit on one rank, or ranks have different states.
@@ -144,7 +145,7 @@ def load(
     if error or not fits_everywhere:
         raise StateError(error or "the state of the communication hook does not fit on the ranks of another shard")
     models.restore(staged, saved["models"] if staged else {})
-    return (0, None, differences) if problem else (saved["steps"], _optimizer_steps_of(saved), differences)
+    return (0, {}, differences) if problem else (saved["steps"], dict(saved["optimizer_steps"]), differences)
 
 
 def _named_as_now(saved: Any, layout: Layout) -> Any:
@@ -156,7 +157,7 @@ def _named_as_now(saved: Any, layout: Layout) -> Any:
 
 
 def _of_another_hook(saved: Mapping[str, Any], runtime: Runtime, bound: BoundHook, strict: bool) -> list[str]:
-    reader = StateReader(saved, {}, bound.group, strict)
+    reader = StateReader(saved, {}, bound.group, strict, {})
     if (name := saved["hook"].get("name", runtime.method.name)) != runtime.method.name:
         reader.differs(f"it is of hook {name!r}, not of {runtime.method.name!r}")
     return reader.differences
@@ -177,7 +178,7 @@ def _load(
     saved: Any, runtime: Runtime, bound: BoundHook, models: Models, strict: bool
 ) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
     hook, reader = runtime.method, StateReader(saved, models.layout.shapes, bound.group, strict, models.layout.orders)
-    if (shard := saved.get("shard", [])) != runtime.source.shard:
+    if (shard := saved["shard"]) != runtime.source.shard:
         reader.differs(
             f"it is of shard {_told(shard)}, and this rank has shard {_told(runtime.source.shard)}: save the state of "
             "each shard, and load it on the ranks of that shard, or load a list of the states of all shards"
@@ -189,7 +190,7 @@ def _load(
         reader.check_parameters()
     load_hook(saved["hook"], hook, bound, reader)
     # Without averages of models, ranks would never be equal again.
-    own_models = saved.get("models") if reader.is_exact and averages_models(bound) else None
+    own_models = saved["models"] if reader.is_exact and averages_models(bound) else None
     staged = models.stage(own_models, reader) if own_models else []
     is_alone = saved["per_rank"] in ("own", "joining")
     if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0 and not is_alone:
@@ -213,14 +214,6 @@ def num_steps_of(saved: Any) -> int | None:
     return found if type(found) is int and found >= 0 else None
 
 
-def _optimizer_steps_of(saved: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return steps by optimizer; `None` for a state of version 0.1, which lacks them."""
-    found = saved.get("optimizer_steps")
-    if not isinstance(found, Mapping) or any(type(num) is not int or num < 0 for num in found.values()):
-        return None
-    return dict(found)
-
-
 def _problem(saved: Any) -> str:
     """Return why a value is not a result of [`save`][]; empty if it is one."""
     if not isinstance(saved, Mapping):
@@ -229,12 +222,12 @@ def _problem(saved: Any) -> str:
         return f"its format is {saved.get('format')!r}, not {FORMAT}"
     if missing := _KEYS - saved.keys():
         return f"it has no {sorted(missing)[0]!r}"
-    if not isinstance(saved["hook"], Mapping) or not isinstance(saved["parameters"], Mapping):
-        return "its hook or parameters are no dictionary"
+    if wrong := next((key for key in _DICTS if not isinstance(saved[key], Mapping)), ""):
+        return f"its {wrong!r} is no dictionary"
     for key in ("steps", "world_size"):
         if type(saved[key]) is not int or saved[key] < 0:
             return f"its {key!r} is {saved[key]!r}"
-    num_tensors = _num_tensors(saved["hook"], saved.get("models"))
+    num_tensors = _num_tensors(saved["hook"], saved["models"])
     if num_tensors != saved["num_tensors"]:
         return (
             f"it has {num_tensors} tensors of {saved['num_tensors']}: it is truncated, or torch.distributed.checkpoint "
@@ -281,7 +274,7 @@ def resharded(
         layout: layout of the model.
     """
     # With nested sharding, as by tensor parallelism, the state of parameters is reset.
-    are_nested = len(shard) > 1 or any(len(state.get("shard", ())) > 1 for state in states)
+    are_nested = len(shard) > 1 or any(len(state["shard"]) > 1 for state in states)
     named = layout.trained.items() if not are_nested else ()
     index, size = shard[0] if shard else (0, 1)
     parts = {name: _Part(name, p, states, (index, size)) for name, p in named}

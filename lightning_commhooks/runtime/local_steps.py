@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +62,14 @@ class LocalSteps:
     def __init__(self, runtime: Runtime, group: Group, is_scaled: bool = False) -> None:
         self._runtime = runtime
         # Handles of the optimizers that report their steps, and all known optimizers, by their first parameter's name.
-        self._handles: dict[Optimizer, list[RemovableHandle]] = {}
+        # An optimizer that the user has replaced is freed.
+        self._handles: WeakKeyDictionary[Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
         self._optimizers: dict[str, Optimizer] = {}
         self._steps = ObservedSteps(is_scaled)
         # For steps that are not counted yet, by optimizer: whether they changed anything.
         self._verdicts: dict[str, list[Verdict]] = {}
         # Number of backwards at each optimizer's last step.
-        self._stepped_at: dict[Optimizer, int] = {}
+        self._stepped_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         # Functions that end ignoring a step that only creates state.
         self._end_ignoring: list[Callable[[], None]] = []
         self.models = Models(group, self._optimizers, runtime.name)
@@ -96,13 +98,12 @@ class LocalSteps:
                 self.models.diverge_state(stepped)
         self._checked = False
 
-    def begin_at(self, steps: int, num_steps: dict[str, int] | None) -> None:
-        """Set the number of synchronized backwards, and of steps by optimizer; `None`: one step for each backward."""
+    def begin_at(self, steps: int, num_steps: Mapping[str, int]) -> None:
+        """Set the number of synchronized backwards, and of steps by optimizer, 0 for the remaining optimizers."""
         self._verdicts.clear()
         self.models.num_undecided.clear()
-        known = dict.fromkeys(self._optimizers, steps) if num_steps is None else num_steps
         # Leave out optimizers that no longer exist: they will never step.
-        self.models.num_steps = {key: known.get(key, 0) for key in self._optimizers}
+        self.models.num_steps = {key: num_steps.get(key, 0) for key in self._optimizers}
         bound = self._runtime.bound
         if steps and averages_models(bound):
             before = {key: max(0, num - 1) for key, num in self.models.num_steps.items()}

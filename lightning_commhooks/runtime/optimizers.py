@@ -55,8 +55,8 @@ def register_step_hooks(
             stacklevel=3,
         )
     return [
-        optimizer.register_step_pre_hook(lambda *_: before(optimizer, sys._getframe(1))),
-        optimizer.register_step_post_hook(lambda _, args, options: after(optimizer, options)),
+        optimizer.register_step_pre_hook(lambda stepping, *_: before(stepping, sys._getframe(1))),
+        optimizer.register_step_post_hook(lambda stepping, args, options: after(stepping, options)),
     ]
 
 

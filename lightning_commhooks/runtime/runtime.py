@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -462,7 +462,7 @@ class Runtime:
         self.begin_together("reset_state()")
         self.call(self.local.models.average_what_differs_)
         self.source.weights_replaced()
-        self.begin_at(self.bind_again(), 0)
+        self.begin_at(self.bind_again(), 0, {})
         self.local.models.restore([], {})
 
     def bind_again(self) -> BoundHook:
@@ -487,7 +487,7 @@ class Runtime:
             except Exception as error:
                 raise self.failed(group, "in bind()", error) from error
 
-    def begin_at(self, fresh: BoundHook, steps: int, num_steps: dict[str, int] | None = None) -> None:
+    def begin_at(self, fresh: BoundHook, steps: int, num_steps: Mapping[str, int]) -> None:
         """Continue with another runtime object, after `steps` steps; see `LocalSteps.begin_at`."""
         self.forecaster.end_step()
         self._use(fresh)
@@ -525,7 +525,7 @@ class Runtime:
 
     def _load(
         self, state: object, fresh: BoundHook, strict: bool
-    ) -> tuple[int, dict[str, int] | None, list[str]] | StateError:
+    ) -> tuple[int, dict[str, int], list[str]] | StateError:
         try:
             return checkpoint.load(state, self, fresh, self.local.models, strict)
         except StateError as refusal:

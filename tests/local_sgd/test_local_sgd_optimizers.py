@@ -1,6 +1,8 @@
 """Optimizers of ranks that step alone: their state, how the hook gets to know of them, clipping, sparse gradients."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -179,3 +181,23 @@ def test_steps_that_only_make_state(run, method):
     make, options, _ = METHODS[method]
     plain, saved = (run(saved_by_dcp, make(**options, **ALONE), saves, world=4) for saves in (False, True))
     assert_same_trajectory(saved, list(zip(*plain, strict=True)))
+
+
+def with_optimizers_in_turn(rank, world):
+    """Whether each of three optimizers still exists after the next has taken its place."""
+    model, found = make_model(), []
+    with local(model, lc.PostLocalSGD(period=2, **ALONE), []) as (ddp, attachment):
+        for step in range(6):
+            if step % 2 == 0:
+                optimizer = torch.optim.AdamW(model.parameters())
+                attachment.add_optimizer(optimizer)
+                found.append(weakref.ref(optimizer))
+            optimizer.zero_grad()
+            loss(ddp, batch(rank, step, "both"), "both").backward()
+            optimizer.step()
+        gc.collect()
+        return [one() is not None for one in found]
+
+
+def test_an_optimizer_that_was_replaced_is_freed(run):
+    assert run(with_optimizers_in_turn) == [[False, False, True]] * 2

@@ -400,8 +400,8 @@ MUTATIONS = [
     Mutation(
         "own_models_for_averaged_gradients",
         f"{PACKAGE}/runtime/checkpoint.py",
-        'own_models = saved.get("models") if reader.is_exact and averages_models(bound) else None',
-        'own_models = saved.get("models") if reader.is_exact else None',
+        'own_models = saved["models"] if reader.is_exact and averages_models(bound) else None',
+        'own_models = saved["models"] if reader.is_exact else None',
         "A hook that averages gradients continues from another model on each rank.",
         "tests/local_sgd/test_local_sgd_state.py -k 'less_or_more'",
     ),
@@ -416,8 +416,8 @@ MUTATIONS = [
     Mutation(
         "steps_not_restored",
         f"{PACKAGE}/runtime/checkpoint.py",
-        'else (saved["steps"], _optimizer_steps_of(saved), differences)',
-        "else (0, None, differences)",
+        'else (saved["steps"], dict(saved["optimizer_steps"]), differences)',
+        "else (0, {}, differences)",
         "A resumed run begins at step 0.",
         "tests/hooks/test_contract.py -k 'resumed_run and schedule'",
     ),

@@ -91,6 +91,7 @@ def test_unknown_attribute():
 
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         _ = lightning_commhooks.Nothing
+    assert {*lightning_commhooks.__all__} <= {*dir(lightning_commhooks)}
 
 
 def modules_of(tree, known):

@@ -329,12 +329,6 @@ def test_what_does_not_apply_to_shares_says_so(run):
     run(what_does_not_apply)
 
 
-def test_names_that_are_gone_say_what_to_use():
-    for name in ("attach_fsdp", "FSDPAttachment"):
-        with pytest.raises(AttributeError, match=rf"{name} is gone: use .*attach\(model, hook\)"):
-            getattr(lc, name)
-
-
 def test_hooks_by_name():
     for name in sharded_hooks():
         hook = resolve_sharded_hook(name)
