@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, save
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commhooks.basics.announce import announce
@@ -69,6 +71,7 @@ class AcceleratorEvents:
         "prepare",
         "prepare_optimizer",
         "backward",
+        "no_sync",
         "wait_for_everyone",
         "get_state_dict",
         "save_state",
@@ -182,6 +185,12 @@ class AcceleratorEvents:
             return original(*args, **kwargs)
         finally:
             self._divides_by = 1.0
+
+    def no_sync(
+        self, original: Callable[[nn.Module], AbstractContextManager[None]], model: nn.Module
+    ) -> AbstractContextManager[None]:
+        # Accelerate's own does nothing in one process, where torchrun gives DDP all the same.
+        return model.no_sync() if isinstance(model, DistributedDataParallel) else original(model)
 
     def prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if any(attachment.averages_models for attachment in self.attachments.open()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ class AcceleratorReplica(AcceleratorEvents):
         "prepare_data_loader",
         "register_for_checkpointing",
         "gather_for_metrics",
-        "no_sync",
     )
 
     def __init__(
@@ -160,11 +158,6 @@ class AcceleratorReplica(AcceleratorEvents):
     def register_for_checkpointing(self, original: Callable[..., None], *objects: Any) -> None:
         original(*objects)
         self._parts += [one for one in objects if one is not self.manager]
-
-    def no_sync(
-        self, original: Callable[[nn.Module], AbstractContextManager[None]], model: nn.Module
-    ) -> AbstractContextManager[None]:
-        return model.no_sync() if isinstance(model, DistributedDataParallel) else original(model)
 
     def prepare_data_loader(
         self,

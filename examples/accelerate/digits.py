@@ -3,7 +3,9 @@
 In two processes:
 
     accelerate launch --num_processes 2 --multi_gpu examples/accelerate/digits.py --hook powersgd
-    python -m torch.distributed.run --nproc-per-node 2 examples/accelerate/digits.py --cpu
+    python -m torch.distributed.run --nproc-per-node 2 examples/accelerate/digits.py --cpu --hook powersgd
+
+The first one needs two GPUs.
 
 Without `--hook` the environment variables COMMHOOKS_HOOK and COMMHOOKS_OPTIONS choose it.
 """

@@ -189,6 +189,9 @@ class BoundLocalSGD(AveragesModels):
         return (yield from group.for_bucket(ranks).all_reduce_sparse_mean(grad))
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
+        if stepped.step < 0 and not self._first_step and self.is_local(0):
+            # Not counted, but ranks differ: its backward was not synchronized, or it stepped within its backward.
+            stepped.models.diverge(stepped)
         if stepped.step < 0 or not self.has_started(stepped.step):
             return
         if self.is_local(stepped.step):

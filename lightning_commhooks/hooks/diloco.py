@@ -242,7 +242,7 @@ class _BoundDiLoCo(BoundLocalSGD):
             part = dataclasses.replace(stepped, parameters={name: stepped.parameters[name] for name in groups[k]})
             if part.parameters:
                 with stepped.models.averaging():
-                    self._average_fragment(k, num_steps // period, part, k in begin, k in end)
+                    self._average_fragment(k, (num_steps - 1) // period, part, k in begin, k in end)
         if num_steps % period == 0:
             stepped.models.average_()
 

@@ -490,8 +490,8 @@ class OwnValues:
     """A copy of each rank's own values of tensors that are about to hold averages."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._tensors = [*map(own_part, tensors)]
-        self._copies = [tensor.data.clone() for tensor in self._tensors]
+        self._tensors = [*tensors]
+        self._copies = [own_part(tensor).data.clone() for tensor in self._tensors]
 
     def note_change(self) -> None:
         """Tell autograd that the tensors now hold averages, to notice later changes, such as loaded weights."""
@@ -500,17 +500,17 @@ class OwnValues:
 
     def by_id(self) -> dict[int, Tensor]:
         """Return the copies by the `id` of the tensor."""
-        return {id(tensor): copy for tensor, copy in zip(self._tensors, self._copies, strict=True)}
+        return {id(own_part(tensor)): copy for tensor, copy in zip(self._tensors, self._copies, strict=True)}
 
     def restore(self) -> None:
         """Restore the values, except in tensors that were changed meanwhile."""
         restored = [
             (tensor, copy)
             for tensor, copy, version in zip(self._tensors, self._copies, self._versions, strict=True)
-            if version_of(tensor) == version and tensor.shape == copy.shape
+            if version_of(tensor) == version and own_part(tensor).shape == copy.shape
         ]
         for tensor, copy in restored:
-            tensor.data.copy_(copy)
+            own_part(tensor).data.copy_(copy)
         count_up(tensor for tensor, _ in restored)
 
     def ignoring_changes(self) -> Callable[[], None]:
@@ -531,8 +531,12 @@ def count_up(tensors: Iterable[Tensor]) -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return autograd's count of changes to a tensor, or to this rank's part of it; -1 if it does not count."""
-    return -1 if tensor.is_inference() else own_part(tensor)._version
+    """Return autograd's count of changes to a tensor and to this rank's part of it; -1 if it does not count."""
+    if tensor.is_inference():
+        return -1
+    # An operation of a sharded tensor, as in `load_state_dict`, counts for that tensor only.
+    part = own_part(tensor)
+    return part._version if part is tensor else part._version + tensor._version
 
 
 def _matching(

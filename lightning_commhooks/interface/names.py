@@ -36,7 +36,12 @@ def register(hook_class: HookClass) -> HookClass:
     known = {_plain(name): taken for name, taken in registered.items()}
     for name in own:
         taken = known.get(_plain(name))
-        if taken is not None and taken is not hook_class:
+        # A cell of a notebook that runs again, or a reloaded module, replaces its own class.
+        is_own = taken is not None and (taken.__module__, taken.__qualname__) == (
+            hook_class.__module__,
+            hook_class.__qualname__,
+        )
+        if taken is not None and not is_own:
             raise ValueError(
                 f"the hook name {name!r} is taken by {taken.__module__}.{taken.__qualname__}; capitals and underscores "
                 "make no other name"

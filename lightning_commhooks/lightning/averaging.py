@@ -90,7 +90,8 @@ class AveragesModelsMixin(Strategy):
         if attachment is None:
             return super().lightning_module_state_dict()
         if self._may_be_elsewhere():
-            logger.warning("the checkpoint has the model of rank %d, which was not averaged", self.global_rank)
+            if self.is_global_zero:
+                logger.warning("the checkpoint has the model of rank 0, which was not averaged")
             return super().lightning_module_state_dict()
         if self._resync:
             attachment.average_weights()

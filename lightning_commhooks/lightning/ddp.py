@@ -234,6 +234,9 @@ class CompressedDDPMixin(AveragesModelsMixin):
         model = self._setup_model(self.lightning_module)
         self._attachment.move_to(model)
         self.model = model
+        # Parameters that were unfrozen within a step have been trained with each rank's own gradients.
+        for optimizer in self.optimizers:
+            self._attachment.average_optimizer_state(optimizer, everything=True)
         logger.info("wrapped the model again: %d parameters were unfrozen, %r first", len(unfrozen), unfrozen[0])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -272,6 +275,10 @@ class CompressedDDPMixin(AveragesModelsMixin):
 
     def _warn_of_reset(self, filepath: str, fix: str = "") -> None:
         assert self._attachment is not None
+        # Not `has_state`, which may wait for a step's verdict: this is called in signal handlers.
+        has_memory = self._attachment.runtime.bound.has_memory or self._attachment.averages_models
+        if not self.is_global_zero or not has_memory:
+            return
         logger.warning(
             "the checkpoint %s has only the step count of hook %r: its memory is reset%s",
             filepath,

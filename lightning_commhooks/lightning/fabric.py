@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -81,7 +82,8 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         self._exact_state = exact_state
         self.attachments: list[Attachment] = []
         self._registry = Attachments(resync=resync, strict_state=strict_state)
-        self._optimizers: list[Optimizer] = []
+        # Weak references: the user may have replaced a model and its optimizer.
+        self._optimizers: list[weakref.ref[Optimizer]] = []
         self._has_just_saved = False
         super().__init__(**kwargs)
 
@@ -104,7 +106,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
                 num_steps=self._num_steps,
             )
             self.attachments.append(attachment)
-            self._registry.add(attachment, self._optimizers)
+            self._registry.add(attachment, self._living_optimizers())
         return model
 
     def add_weight(self, weight: float | Tensor, model: Module | None = None) -> None:
@@ -135,11 +137,14 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         optimizer = super().setup_optimizer(optimizer)
         with refusals_of(self):
             self._registry.add_optimizer(optimizer)
-        self._optimizers.append(optimizer)
+        self._optimizers.append(weakref.ref(optimizer))
         return optimizer
 
+    def _living_optimizers(self) -> list[Optimizer]:
+        return [one for ref in self._optimizers if (one := ref()) is not None]
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "attachments": []}
+        return {**vars(self), "attachments": [], "_optimizers": []}
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for all ranks; show the average then, since models are evaluated or saved after a barrier.
@@ -155,7 +160,7 @@ class CompressedDDPFabricStrategy(DDPStrategy):
         """Save averages, and the hooks' state."""
         # Before anything can fail on one rank only: all ranks skip the same average.
         self._has_just_saved = True
-        with self._registry.averaged(self._optimizers):
+        with self._registry.averaged(self._living_optimizers()):
             attachments = self._registry.by_name(_models(state))
             if attachments:
                 state = {**state, CHECKPOINT_KEY: {name: one.state_dict() for name, one in attachments.items()}}

@@ -427,9 +427,13 @@ class Attachment:
         """
         self.runtime.local.show_average()
 
-    def average_optimizer_state(self, optimizer: Optimizer) -> None:
-        """Permanently average the floating-point state of an optimizer that differs between ranks. Collective."""
-        self.runtime.local.average_state(optimizer)
+    def average_optimizer_state(self, optimizer: Optimizer, *, everything: bool = False) -> None:
+        """Permanently average the floating-point state of an optimizer that differs between ranks. Collective.
+
+        Sends nothing if no local step changed it. With `everything`, averages it in any case: after `move_to`, if ranks
+        trained unfrozen parameters before, each with its own gradients.
+        """
+        self.runtime.local.average_state(optimizer, everything)
 
     def averaged_optimizer_state(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Replace each rank's own state of an optimizer by the average within a `with`, like `averaged_weights`."""

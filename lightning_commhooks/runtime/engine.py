@@ -545,7 +545,7 @@ class ThreadEngine(Engine):
         self._jobs.put(None)
         self._join([self._thread])
         self._no_watch.set()
-        self._watch.join()
+        self._join([self._watch])
         if self._aborts_at_end:
             # Gloo would wait 10 ms for each connection that is still open when it closes it.
             self._connections.abort()
@@ -554,7 +554,8 @@ class ThreadEngine(Engine):
         _open_engines.discard(self)
 
     def _join(self, threads: Sequence[threading.Thread]) -> None:
-        for thread in threads:
+        # The garbage collector may close the engine in one of its own threads.
+        for thread in set(threads) - {threading.current_thread()}:
             while thread.is_alive() and not (self.is_stuck and thread.ident in waiting_threads):
                 thread.join(GRACE_SECONDS)
 

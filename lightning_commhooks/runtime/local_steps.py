@@ -306,8 +306,10 @@ class LocalSteps:
             self._runtime.call(lambda: self.models.average_permanently_(everything))
         self._runtime.source.weights_replaced()
 
-    def average_state(self, optimizer: Optimizer) -> None:
-        """Permanently average the state of an optimizer."""
+    def average_state(self, optimizer: Optimizer, everything: bool = False) -> None:
+        """Permanently average the state of an optimizer; with `everything`, also if no local step changed it."""
+        if everything and (changed := self.models.stepped(optimizer, -1)) is not None:
+            self.models.diverge_state(changed)
         # Replicas that come and go keep their own.
         if not self.models.ranks_change and (stepped := self._with_own_state(optimizer)) is not None:
             self._runtime.begin_together("average_optimizer_state()")

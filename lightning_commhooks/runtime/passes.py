@@ -199,7 +199,8 @@ class Passes:
 
     def restart(self) -> None:
         """Drop all forwards."""
-        self._uncounted: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        # Weak references without a callback: Python would drop an exception that a signal handler raises in one.
+        self._forwards: list[weakref.ref[_Forward]] = []
         self._has_begun, self.is_ambiguous = False, False
         # Forwards without a tensor in their outputs, since the last micro-batch, and in it.
         self._num_opaque, self._num_merged = 0, 0
@@ -260,7 +261,7 @@ class Passes:
         for node in nodes:
             node.register_prehook(forward)
         if nodes:
-            self._uncounted.add(forward)
+            self._forwards = [one for one in self._forwards if one() is not None] + [weakref.ref(forward)]
         else:
             self._num_opaque += 1
 
@@ -284,7 +285,8 @@ class Passes:
     def _leave(self) -> None:
         reached, before = self._reached, self._before
         if self._is_counted:
-            self._uncounted -= reached or set(self._uncounted)
+            left = self._uncounted() - reached if reached else set()
+            self._forwards = [one for one in self._forwards if one() in left]
         self._forget_backward()
         report = self._not_synchronized
         if before is None or report is None or self._clock.steps != before[0]:
@@ -304,7 +306,8 @@ class Passes:
         self._enter()
         if self._is_counted:
             return None
-        new: Set[_Forward] = self._reached & set(self._uncounted) if self._reached else set()
+        uncounted = self._uncounted()
+        new: Set[_Forward] = self._reached & uncounted
         if self._reached and not new:
             return None
         if not self._reached and not self._has_begun:
@@ -312,7 +315,11 @@ class Passes:
             return None
         self._is_counted, self._has_begun = True, False
         self._num_merged, self._num_opaque = (0 if new else self._num_opaque), 0
-        return max(len(self._uncounted) - max(len(new), 1), 0)
+        return max(len(uncounted) - max(len(new), 1), 0)
+
+    def _uncounted(self) -> set[_Forward]:
+        """Return the forwards that are in no micro-batch yet."""
+        return {forward for one in self._forwards if (forward := one()) is not None}
 
 
 def _tensors(value: object, seen: set[int], depth: int) -> Iterator[Tensor]:

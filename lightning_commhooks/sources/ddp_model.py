@@ -64,6 +64,11 @@ def checked_model(model: object) -> DistributedDataParallel:
             "DistributedDataParallel(delay_all_reduce_named_params=...) averages these parameters by itself, without "
             "the hook, and does not wait for the result: ranks may differ. Leave the option out"
         )
+    if getattr(model, "mixed_precision", None) is not None:
+        raise ValueError(
+            "DistributedDataParallel(mixed_precision=...) averages gradients by a hook of its own, and takes no other. "
+            "Leave the option out, and use torch.autocast"
+        )
     # Not its list of hooks: in a copy of a model they are not at work.
     if registered_name(model):
         raise ValueError(

@@ -83,7 +83,7 @@ class BoundSwitch(BoundWrapper):
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
         phase = self._phases[self._phase(max(stepped.step, 0))]
-        if stepped.step >= 0 and isinstance(phase, AveragesModels):
+        if isinstance(phase, AveragesModels):
             phase.after_optimizer_step(stepped)
 
     def applies_average_after(self, stepped: OptimizerStep) -> bool:

@@ -23,7 +23,7 @@ class Schedule(CommHook):
     For example, `Schedule({0: "bf16", 1000: PowerSGD(matrix_approximation_rank=4)})`. All hooks count steps from the
     start of training: a PowerSGD that begins at step 1000 has passed its `start_powerSGD_iter=1000`. When a hook with
     error feedback is replaced, its residuals are added to the gradients of its successor's first step. When a hook
-    with local steps is replaced, models are averaged after that step.
+    with local steps is replaced, models are averaged after that step; by another one, at that one's first average.
 
     Args:
         hooks: hooks by the step at which their phase begins, one of them 0; each hook is a name or a `CommHook`. A step

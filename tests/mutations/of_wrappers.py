@@ -88,8 +88,8 @@ MUTATIONS = [
     Mutation(
         "every_forward_at_once",
         f"{PACKAGE}/runtime/passes.py",
-        "            self._uncounted -= reached or set(self._uncounted)",
-        "            self._uncounted.clear()",
+        "left = self._uncounted() - reached if reached else set()",
+        "left = set()",
         "Of several forwards before several backwards only one counts.",
         "tests/runtime/test_accumulation_passes.py -k 'forwards_before and mean'",
     ),
@@ -168,7 +168,7 @@ MUTATIONS = [
     Mutation(
         "loaded_weights_overwritten",
         f"{PACKAGE}/interface/models.py",
-        "            if version_of(tensor) == version and tensor.shape == copy.shape",
+        "            if version_of(tensor) == version and own_part(tensor).shape == copy.shape",
         "            if True",
         "After validation, weights that were loaded meanwhile are overwritten by each rank's own.",
         "tests/local_sgd/test_local_sgd_cost.py -k 'not_overwritten'",

@@ -232,7 +232,7 @@ def _kept_by_output(rank, world):
     with attached("allreduce", accumulation="mean") as (ddp, attachment):
         passes = attachment.runtime.passes
         loss = ddp(micro(rank, 0))
-        before = len(passes._uncounted)
+        before = len(passes._uncounted())
         loss.backward()
         kept = ddp(micro(rank, 1))
     model = weakref.ref(ddp)
@@ -240,7 +240,7 @@ def _kept_by_output(rank, world):
     gc.collect()
     gone = model() is None
     del kept
-    return gone, [before, len(passes._uncounted)]
+    return gone, [before, len(passes._uncounted())]
 
 
 def two_losses(ddp, rank):

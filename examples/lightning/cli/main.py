@@ -18,4 +18,4 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from digits import Digits, DigitsData
 
 if __name__ == "__main__":
-    LightningCLI(Digits, DigitsData, seed_everything_default=0)
+    LightningCLI(Digits, DigitsData, seed_everything_default=0, save_config_kwargs={"overwrite": True})
