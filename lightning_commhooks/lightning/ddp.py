@@ -235,7 +235,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         self._attachment.move_to(model)
         self.model = model
         # Parameters that were unfrozen within a step have been trained with each rank's own gradients.
-        for optimizer in self.optimizers:
+        for optimizer in () if self._attachment.averages_models else self.optimizers:
             self._attachment.average_optimizer_state(optimizer, everything=True)
         logger.info("wrapped the model again: %d parameters were unfrozen, %r first", len(unfrozen), unfrozen[0])
 

@@ -263,3 +263,27 @@ def test_is_found_beside_the_rest():
     from lightning_commhooks.accelerate import CommHookKwargs
 
     assert CommHookKwargs is accelerate_integration.CommHookKwargs
+
+
+ONE_WORKER = """
+import torch
+from accelerate import Accelerator
+from accelerate_integration import CommHookKwargs
+
+handler = CommHookKwargs(hook="int8", accumulation="mean")
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, kwargs_handlers=[handler])
+model = torch.nn.Linear(8, 8)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(16):
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.randn(4, 8)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+print(type(model).__name__, handler.attachments[0].num_steps)
+"""
+
+
+def test_one_worker_of_torchrun_accumulates(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ONE_WORKER)
+    assert "DistributedDataParallel 4" in run_twice(script, num_processes=1, ACCELERATE_USE_CPU="true")

@@ -133,3 +133,23 @@ def test_names_differ_in_more_than_capitals_and_underscores():
 
     with pytest.raises(ValueError, match=r"'Power_Sgd' is taken by .*PowerSGD; capitals and underscores"):
         lc.register(Other)
+
+
+def test_a_class_that_is_defined_again_replaces_itself():
+    """As by a cell of a notebook that runs twice."""
+
+    def define():
+        class Again(lc.CommHook):
+            name = "again"
+
+            def bind(self, group):
+                raise NotImplementedError
+
+        return lc.register(Again)
+
+    try:
+        define()
+        second = define()
+        assert type(lc.get_hook("again")) is second
+    finally:
+        del options.registered["again"]

@@ -105,3 +105,7 @@ def test_states_of_hooks_belong_to_models_by_name(results):
 
 def test_sharded_optimizer_is_refused(results):
     assert all("ZeroRedundancyOptimizer: it keeps its state in shards" in rank["sharded"] for rank in results)
+
+
+def test_optimizers_of_earlier_models_are_freed(results):
+    assert all(rank["replaced"] == [False, False] for rank in results)

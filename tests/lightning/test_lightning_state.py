@@ -127,14 +127,18 @@ def test_checkpoints_of_other_strategies(mismatched):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("others"), "finetuning", "mixed", "other_model", "tuned")
+    return launch(tmp_path_factory.mktemp("others"), "finetuning", "unfrozen_in_step", "mixed", "other_model", "tuned")
 
 
 def test_layers_that_a_callback_unfreezes_are_averaged(others):
     dense = others.both("finetuning-allreduce")
     assert others.both("finetuning-powersgd")["metrics"]["steps"] == dense["metrics"]["steps"] == 12
-    assert others.stderr.count("wrapped the model again: 4 parameters were unfrozen, 'net.0.weight' first") == 4
+    assert others.stderr.count("wrapped the model again: 4 parameters were unfrozen, 'net.0.weight' first") == 6
     assert others.distance("finetuning-powersgd", "finetuning-allreduce") < 0.05
+
+
+def test_layers_that_a_step_unfreezes_are_averaged_with_their_optimizer_state(others):
+    assert others.both("unfrozen-in-step")["metrics"]["steps"] == 12
 
 
 def test_mixed_precision_supplies_its_scaler(others):

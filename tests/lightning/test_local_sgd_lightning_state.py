@@ -242,8 +242,7 @@ def test_average_stays_after_a_broken_validation(saved):
 def test_checkpoint_of_an_exception_has_the_model_of_rank_0(saved):
     own = saved("unbroken-trajectory")["after"][5]
     assert tasks.flat(task_of(saved, "exception-step=6")) == own
-    for rank in (0, 1):
-        assert f"the checkpoint has the model of rank {rank}, which was not averaged" in saved.stderr
+    assert "the checkpoint has the model of rank 0, which was not averaged" in saved.stderr
 
 
 def test_learning_rate_finder_leaves_no_trace(saved):

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from local_sgd_driver import ALONE, local, params, through_a_file
+from test_local_sgd import batch, loss, make_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -345,3 +346,39 @@ def go_on_with_another(rank, world):
 
 def test_another_hook_averages_the_state_of_an_optimizer_that_it_takes_over(run):
     assert run(go_on_with_another) == [True] * 2
+
+
+class Recording(lc.CommHook):
+    """Records the numbers of the outer steps in which it averages pseudo-gradients."""
+
+    name = "recording"
+
+    def bind(self, group):
+        return _BoundRecording(group)
+
+
+class _BoundRecording(lc.BoundHook):
+    def __init__(self, group):
+        super().__init__(group)
+        self.seen = []
+
+    def reduce(self, bucket, ranks):
+        self.seen.append(bucket.step)
+        yield from ranks.all_reduce_mean_(bucket.flat)
+
+
+def outer_steps(rank, world, options):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = lc.DiLoCo(period=4, pseudo_gradient=Recording(), error_feedback=False, **options, **ALONE)
+    with local(model, hook, [optimizer]) as (ddp, attachment):
+        for step in range(12):
+            optimizer.zero_grad()
+            loss(ddp, batch(rank, step, "both"), "both").backward()
+            optimizer.step()
+        return sorted({*attachment.bound._pseudo_gradients.inner.seen})
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"fragments": 2}], ids=str)
+def test_outer_steps_are_counted_from_0(run, options):
+    assert run(outer_steps, options) == [[0, 1, 2]] * 2

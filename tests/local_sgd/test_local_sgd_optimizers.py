@@ -1,5 +1,6 @@
 """Optimizers of ranks that step alone: their state, how the hook gets to know of them, clipping, sparse gradients."""
 
+import contextlib
 import gc
 import itertools
 import weakref
@@ -12,6 +13,7 @@ from local_sgd_driver import (
     SimulationWithState,
     local,
     params,
+    same,
     snapshot,
 )
 from test_local_sgd import batch, loss, make_model, make_optimizers
@@ -201,3 +203,28 @@ def with_optimizers_in_turn(rank, world):
 
 def test_an_optimizer_that_was_replaced_is_freed(run):
     assert run(with_optimizers_in_turn) == [[False, False, True]] * 2
+
+
+def first_backward_alone(rank, world, hook):
+    """The average after 9 steps whose first backward is not synchronized, and the model after `average_weights()`."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with local(model, hook, [optimizer]) as (ddp, attachment):
+        for step in range(10):
+            optimizer.zero_grad()
+            with ddp.no_sync() if step == 0 else contextlib.nullcontext():
+                loss(ddp, batch(rank, step, "both"), "both").backward()
+            optimizer.step()
+        with attachment.averaged_weights():
+            shown = snapshot(model, [])
+        attachment.average_weights()
+        return shown, snapshot(model, []), attachment.metrics()["averagings"]
+
+
+@pytest.mark.parametrize("method", ["post", "diloco"])
+def test_a_step_before_the_first_synchronized_backward(run, method):
+    make = METHODS[method][0]
+    (shown, ended, num), (shown_there, ended_there, _) = run(first_backward_alone, make(period=3, **ALONE))
+    assert num == 3
+    assert same(shown, shown_there)
+    assert same(ended, ended_there)

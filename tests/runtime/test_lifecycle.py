@@ -1,7 +1,11 @@
 """Attaching and closing."""
 
+import contextlib
 import dataclasses
+import gc
 import re
+import warnings
+import weakref
 
 import pool
 import pytest
@@ -197,3 +201,34 @@ def test_ranks_that_were_given_different_hooks_or_options_are_told_both(run, kin
 @pytest.mark.parametrize("kind", ["not_a_dataclass", "set"])
 def test_hooks_that_print_otherwise_in_each_process_are_the_same(run, kind):
     assert run(attach_what_may_differ, kind) == ["", ""]
+
+
+def keeps_an_attachment(rank, world):
+    with attached("bf16") as (ddp, attachment):
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        parameter = weakref.ref(next(ddp.parameters()))
+    del ddp
+    gc.collect()
+    return parameter() is None, attachment.metrics()["steps"]
+
+
+def test_a_closed_attachment_keeps_no_parameters(run):
+    assert run(keeps_an_attachment) == [(True, 1)] * 2
+
+
+def closed_by_its_own_thread(rank, world):
+    """Whether the hook's threads end if the garbage collector finds the model in one of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ddp = DistributedDataParallel(Params(SHAPES))
+        attachment = lc.attach(ddp, "bf16")
+        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
+        engine = attachment.runtime._engine
+        with contextlib.suppress(lc.HookError):
+            engine.call(attachment.close)
+        engine._thread.join(10)
+    return attachment.is_closed, engine._thread.is_alive(), engine._watch.is_alive()
+
+
+def test_an_engine_may_be_closed_in_its_own_thread(run):
+    assert run(closed_by_its_own_thread) == [(True, False, False)] * 2

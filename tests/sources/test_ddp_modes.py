@@ -241,7 +241,9 @@ def refusals(rank, world):
         "param_to_hook_all_reduce": delayed[2].weight,
     }
     delaying = DistributedDataParallel(delayed, **options)
-    for model in (replicate(mlp()), DistributedDataParallel(with_optimizer), delaying):
+    mixed = DistributedDataParallel(mlp())
+    mixed.mixed_precision = object()  # as DDP(mixed_precision=...), which works on CUDA only
+    for model in (replicate(mlp()), DistributedDataParallel(with_optimizer), delaying, mixed):
         with pytest.raises(ValueError, match=r"Use an|attach\(|Leave the option out") as refused:
             lc.attach(model, "bf16")
         texts.append(str(refused.value))
@@ -249,7 +251,8 @@ def refusals(rank, world):
 
 
 def test_models_that_are_averaged_otherwise_are_refused_with_what_to_do(run):
-    for composable, in_backward, delaying in run(refusals):
+    for composable, in_backward, delaying, mixed in run(refusals):
+        assert "mixed_precision=" in mixed
         assert "delay_all_reduce_named_params=" in delaying
         assert "attach(DistributedDataParallel(module), hook)" in composable
         assert "Use an optimizer that steps after the backward" in in_backward

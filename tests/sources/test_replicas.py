@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_driver import NAMES, leaving_no_groups, shard2
+from pool import ignoring
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -541,6 +542,7 @@ def saved_state(index, num, tensor, q):
     memory = {"weight": entry if rows.numel() else {}, "weight\nbias": {"factor": q}}
     return {
         "per_rank": "exact" if tensor.dim() == 3 else "mean",
+        "shard": [[index, num]],
         "world_size": 2,
         "parameters": {"weight": list(rows.shape[-2:])} if rows.numel() else {},
         "hook": {
@@ -937,3 +939,28 @@ def left_out(rank, world):
 
 def test_an_optimizer_is_asked_for(run):
     run(left_out, world=WORLD)
+
+
+def loaded_while_shown(rank, world):
+    """Distance of the weights in the next forward from those that were loaded while the average was in place."""
+    with leaving_no_groups():
+        torch.manual_seed(0)
+        model = WithScale()
+        fully_shard(model, mesh=mesh_of_two())
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.3)
+        attachment = lc.attach(model, LOCAL["diloco"], optimizers=[optimizer])
+        saved = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        model(batch(0)).square().mean().backward()
+        optimizer.step()
+        attachment.show_average()
+        model.load_state_dict(saved)
+        model(batch(1))
+        now = model.state_dict()
+        distances = [(now[name].to_local() - tensor.to_local()).abs().max().item() for name, tensor in saved.items()]
+        with ignoring("hook='.*' ended while", "training ended after"):
+            attachment.close()
+    return max(distances)
+
+
+def test_weights_that_are_loaded_while_the_average_is_shown_stay(run):
+    assert run(loaded_while_shown) == [0, 0]

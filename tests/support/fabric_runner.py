@@ -1,8 +1,10 @@
 """Run by `test_fabric.py` in each of two processes: `CompressedDDPFabricStrategy`, results as a file."""
 
 import copy
+import gc
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -183,6 +185,20 @@ def sharded():
         return str(error)
 
 
+def replaced():
+    """Whether optimizers of earlier models still exist on a `Fabric` that sets up several models one by one."""
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=CompressedDDPFabricStrategy(hook="bf16"))
+    fabric.launch()
+    found = []
+    for _ in range(2):
+        module = make_model()
+        model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters()))
+        found.append(weakref.ref(optimizer.optimizer))
+        del model, optimizer, module
+        gc.collect()
+    return [one() is not None for one in found]
+
+
 def main():
     folder = sys.argv[1]
     warnings.filterwarnings("ignore", message="training ended after")
@@ -191,6 +207,7 @@ def main():
     results["checkpoints"] = checkpoints(folder)
     results["by name"] = by_name(folder)
     results["sharded"] = sharded()
+    results["replaced"] = replaced()
     torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()
 

@@ -133,6 +133,26 @@ def finetuning():
         resumable(label, CompressedDDP(hook=name), module=Finetuned, save=False, epochs=3, more=[Unfreeze()])
 
 
+class UnfrozenInStep(Classifier):
+    """Trains the last layer only, and from the fourth step on the whole model, as its `training_step` decides."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[:4].requires_grad_(False)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 3:
+            self.net[:4].requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+def unfrozen_in_step():
+    resumable("unfrozen-in-step", CompressedDDP(hook="allreduce"), module=UnfrozenInStep, save=False, epochs=3)
+
+
 class Overflows(Classifier):
     """The loss of one batch is infinite on one rank."""
 
