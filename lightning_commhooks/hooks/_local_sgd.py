@@ -189,13 +189,14 @@ class BoundLocalSGD(AveragesModels):
         return (yield from group.for_bucket(ranks).all_reduce_sparse_mean(grad))
 
     def after_optimizer_step(self, stepped: OptimizerStep) -> None:
-        if stepped.step < 0 and not self._first_step and self.is_local(0):
-            # Not counted, but ranks differ: its backward was not synchronized, or it stepped within its backward.
-            stepped.models.diverge(stepped)
-        if stepped.step < 0 or not self.has_started(stepped.step):
+        # A step before the first synchronized backward is not counted, but ranks may differ after it.
+        step = max(stepped.step, 0)
+        if not self.has_started(step):
             return
-        if self.is_local(stepped.step):
+        if self.is_local(step):
             stepped.models.diverge(stepped)
+        if stepped.step < 0:
+            return
         num_steps = self._steps_with(stepped)
         if stepped.num_steps:
             self._after_local_step(num_steps, stepped)

@@ -137,5 +137,6 @@ class Source(ABC):
     def end_step(self) -> None:  # noqa: B027  # optional to override
         """Called at the end of each synchronized backward."""
 
-    def close(self) -> None:  # noqa: B027  # optional to override
-        """Release the model."""
+    def close(self) -> None:
+        """Release the model: a closed attachment keeps no parameters."""
+        self.layout = Layout(nn.Module())

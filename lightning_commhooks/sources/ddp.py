@@ -246,4 +246,4 @@ class DDPSource(Source):
 
     def close(self) -> None:
         self._watch_usage({})
-        self.layout = Layout(nn.Module())
+        super().close()

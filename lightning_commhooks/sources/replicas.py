@@ -429,9 +429,8 @@ class Replicas(Source):
             self._handle.remove()
         for state in filter(None, (one() for one in self._states)):
             vars(state).pop("_root_pre_forward", None)
-        # A closed attachment keeps no parameters.
         self._reduced.clear()
-        self.layout = Layout(nn.Module())
+        super().close()
         for part in (self._within, self._gather):
             if part is not None:
                 part.close()
