@@ -269,7 +269,8 @@ class BoundHook(ABC):
             reader: returns this rank's part of a saved tensor, and records the parts that do not fit and are skipped.
         """
         if self.has_memory or "entries" in state:
-            entries, saved_kinds = reader.section(state, "entries"), state["own_kinds"]
+            # A hook with a `state_dict` of its own need not save the kinds.
+            entries, saved_kinds = reader.section(state, "entries"), state.get("own_kinds", self.own_kinds)
             self.memory = reader.memory(entries, self.kept, self.own_kinds, saved_kinds)
         for what, own in self.numbers.items():
             own.clear()
