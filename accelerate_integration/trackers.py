@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from accelerate import Accelerator
@@ -133,8 +133,8 @@ class CommHookTracker:
     def _end(self) -> Iterator[None]:
         self._log_after(1)
         yield
-        if self._options.closing_line:
-            print_lines(self._accelerator, self.summary())
+        for line in self.summary() if self._options.closing_line and self._accelerator.is_main_process else ():
+            announce(line)
 
 
 def trainer_options(options: object) -> MonitorOptions:
@@ -152,9 +152,3 @@ def trainer_options(options: object) -> MonitorOptions:
 def open_attachments(handler: CommHookKwargs | FSDPCommHook) -> list[Attachment]:
     """Attachments of models in use."""
     return [attachment for attachment in handler.attachments if not attachment.is_closed]
-
-
-def print_lines(accelerator: Accelerator, lines: Sequence[str]) -> None:
-    """Print lines on the main process: neither Accelerate nor transformers show records of the level INFO."""
-    if accelerator.is_main_process:
-        print(*lines, sep="\n", end="\n" if lines else "")

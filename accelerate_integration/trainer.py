@@ -11,7 +11,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 
 from accelerate_integration.accelerator_events import AcceleratorEvents, replace_method
 from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook, attach_to_prepared, sharded_hook, shown
-from accelerate_integration.trackers import open_attachments, print_lines, trainer_options
+from accelerate_integration.trackers import open_attachments, trainer_options
 from lightning_commhooks.basics.announce import announce
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.misplaced import explained
@@ -290,8 +290,9 @@ class _TrainerEvents:
         result = self._finish(original, *args, **kwargs)
         self._events.tell_what_was_sent()
         monitor, self._monitor = self._monitor, None
-        if monitor is not None and self._options is not None and self._options.closing_line:
-            print_lines(self._trainer.accelerator, [monitor.summary()])
+        is_told = self._options is not None and self._options.closing_line and self._trainer.accelerator.is_main_process
+        if monitor is not None and is_told:
+            announce(monitor.summary())
         return result
 
     def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

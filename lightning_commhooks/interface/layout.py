@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,10 +126,6 @@ class Layout:
         self._in_buckets = {p: name for p, name in names.items() if p not in left or p in of_root}
         self._ignored = ignored
         self.orders = {name: order for p, name in self._in_buckets.items() if (order := _unusual_order(p))}
-        # Names by their form without `module`, which a name alone does not identify as a wrapper's attribute.
-        self._meant: dict[str, list[str]] = {}
-        for name in names.values():
-            self._meant.setdefault(_without_module(name), []).append(name)
         self._frozen = {p: name for p, name in self._names.items() if not p.requires_grad}
         # Weak: the module may hold the DDP wrapper, which holds this object, invisibly to the garbage collector.
         self._module = weakref.ref(module)
@@ -192,23 +187,6 @@ class Layout:
         """Return floating-point and complex buffers by name: see `buffers`."""
         return {name: buffer for name, buffer, *_ in self.buffers() if is_continuous(buffer)}
 
-    def name_now(self, saved: str) -> str:
-        """Return the current name of a parameter by its name in a state, perhaps of a model with wrappers."""
-        plain = ".".join(part for part in saved.split(".") if part not in _WRAPPED)
-        meant = self._meant.get(_without_module(plain), [])
-        return meant[0] if plain not in meant and len(meant) == 1 else plain
-
-    def with_names_of_now(self, saved: Any) -> Any:
-        """Return a saved state with all names replaced by the current names."""
-        if not isinstance(saved, Mapping):
-            return saved
-        return {
-            "\n".join(map(self.name_now, key.split("\n"))) if isinstance(key, str) else key: (
-                value if key == "options" else self.with_names_of_now(value)
-            )
-            for key, value in saved.items()
-        }
-
     def unfrozen(self) -> list[str]:
         """Return the names of parameters that are trained now but were frozen when this layout was made."""
         return [name for p, name in self._frozen.items() if p.requires_grad]
@@ -232,10 +210,6 @@ class Layout:
         if num_packed != numel:
             raise RuntimeError(f"bucket of {numel} elements does not match its parameters {list(names)}")
         return slots
-
-
-def _without_module(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != "module")
 
 
 def _is_plain(buffer: Tensor) -> bool:

@@ -282,7 +282,7 @@ class Attachment:
         """
         run = self._of_ddp("state_dict")
         if run.source.ranks_change:
-            return checkpoint.save_alone(run, run.local.models, "joining")
+            return checkpoint.save_alone(run, "joining")
         kind: PerRank = "exact" if self._exact_state else "mean"
         if self.has_state:
             run.begin_together("state_dict()")
@@ -291,7 +291,7 @@ class Attachment:
 
         def save() -> dict[str, Any]:
             run.local.count()
-            return checkpoint.save(run, run.local.models, kind)
+            return checkpoint.save(run, kind)
 
         return run.call(save)
 
@@ -304,7 +304,7 @@ class Attachment:
         if self.is_closed:
             raise HookError("the communication hook was closed; its state is gone")
         run = self._of_ddp("shared_state_dict")
-        return checkpoint.save_steps(run, run.local.models)
+        return checkpoint.save_steps(run)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict_state: bool = True

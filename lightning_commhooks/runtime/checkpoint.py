@@ -18,7 +18,6 @@ from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.layout import Layout, memory_shape
-from lightning_commhooks.interface.models import Models
 from lightning_commhooks.interface.state import PerRank, StateError, StateReader, StateWriter
 
 if TYPE_CHECKING:
@@ -35,38 +34,37 @@ _STEPS_ONLY = "none"
 _NOTHING = object()
 
 
-def save(runtime: Runtime, models: Models, kind: PerRank) -> dict[str, Any]:
+def save(runtime: Runtime, kind: PerRank) -> dict[str, Any]:
     """Return a hook's state as tensors and primitives, rank-uniform. Collective."""
-    group = runtime.bound.group
+    group, models = runtime.bound.group, runtime.local.models
     with group.counters.evaluating():
         models.may_differ |= runtime.clock.steps > 0 and runtime.bound.is_local(runtime.clock.steps - 1)
         writer = StateWriter(group, kind)
         hook = save_hook(runtime.method, runtime.bound, writer)
-        return _complete(runtime, models, kind, hook, models.state_dict(writer))
+        return _complete(runtime, kind, hook, models.state_dict(writer))
 
 
-def save_alone(runtime: Runtime, models: Models, kind: PerRank) -> dict[str, Any]:
+def save_alone(runtime: Runtime, kind: PerRank) -> dict[str, Any]:
     """Return one rank's state of a hook: its own, or for a joining replica. Not collective."""
     hook = save_hook(runtime.method, runtime.bound, StateWriter(runtime.bound.group, kind))
-    return _complete(runtime, models, kind, hook, {})
+    return _complete(runtime, kind, hook, {})
 
 
-def load_alone(saved: Mapping[str, Any], runtime: Runtime, bound: BoundHook, models: Models) -> None:
+def load_alone(saved: Mapping[str, Any], runtime: Runtime, bound: BoundHook) -> None:
     """Load a result of [`save_alone`][] from this or another rank into a new runtime object. Not collective.
 
     Raises a `StateError` if the state does not fit.
     """
-    _load(_named_as_now(saved, models.layout), runtime, bound, models, strict=True)
+    _load(saved, runtime, bound, strict=True)
 
 
-def save_steps(runtime: Runtime, models: Models) -> dict[str, Any]:
+def save_steps(runtime: Runtime) -> dict[str, Any]:
     """Return only the step count, in the format of [`save`][]. Not collective, and allowed in any thread."""
-    return _complete(runtime, models, _STEPS_ONLY, {"name": runtime.method.name}, {})
+    return _complete(runtime, _STEPS_ONLY, {"name": runtime.method.name}, {})
 
 
-def _complete(
-    runtime: Runtime, models: Models, kind: str, hook: dict[str, Any], own_models: dict[str, Any]
-) -> dict[str, Any]:
+def _complete(runtime: Runtime, kind: str, hook: dict[str, Any], own_models: dict[str, Any]) -> dict[str, Any]:
+    models = runtime.local.models
     return {
         "format": FORMAT,
         "steps": runtime.clock.steps,
@@ -83,7 +81,7 @@ def _complete(
     }
 
 
-def _of_this_shard(states: Sequence[Any], runtime: Runtime, layout: Layout) -> dict[str, Any]:
+def _of_this_shard(states: Sequence[Any], runtime: Runtime) -> dict[str, Any]:
     """Return the state of this rank's shard, from the states of all saved shards."""
     if problem := next((found for state in states if (found := _problem(state))), "" if states else "there is none"):
         raise StateError(f"not the states of a communication hook on all shards: {problem}")
@@ -91,16 +89,14 @@ def _of_this_shard(states: Sequence[Any], runtime: Runtime, layout: Layout) -> d
     are_nested = all(len(one) > 1 for one in told)
     if told != [[[i, len(states)]] for i in range(len(states))] and told != [[]] and not are_nested:
         raise StateError(f"not the states of all shards in order: they are of {', '.join(map(_told, told))}")
-    shard = runtime.source.shard
+    shard, layout = runtime.source.shard, runtime.layout
     hook, lost = resharded(states, shard, layout)
     parameters = {name: list(shape) for name, shape in layout.shapes.items()}
     own = {"shard": shard, "parameters": parameters, "num_tensors": _num_tensors(hook, {}), "hook": hook, "models": {}}
     return {**states[0], **own, "lost": lost}
 
 
-def load(
-    saved: Any, runtime: Runtime, bound: BoundHook, models: Models, strict: bool
-) -> tuple[int, dict[str, int], list[str]]:
+def load(saved: Any, runtime: Runtime, bound: BoundHook, strict: bool) -> tuple[int, dict[str, int], list[str]]:
     """Load a result of [`save`][] into a new runtime object of a hook. Collective, on the engine.
 
     A sequence has the states of all shards of a sharded model, perhaps of a different number of shards.
@@ -117,8 +113,7 @@ def load(
     staged: list[tuple[Tensor, Tensor]] = []
     try:
         if isinstance(saved, (list, tuple)):
-            saved = _of_this_shard([_named_as_now(one, models.layout) for one in saved], runtime, models.layout)
-        saved = _named_as_now(saved, models.layout)
+            saved = _of_this_shard(saved, runtime)
         if problem := _problem(saved):
             if strict:
                 raise StateError(
@@ -129,7 +124,7 @@ def load(
             differences = _of_another_hook(saved, runtime, bound, strict)
             _warn_of_reset(saved, runtime.method, bound)
         else:
-            differences, staged = _load(saved, runtime, bound, models, strict)
+            differences, staged = _load(saved, runtime, bound, strict)
     except Exception as reason:
         error = str(reason) if isinstance(reason, ValueError) else f"the state cannot be read: {reason!r}"
     digest = -1 if error else 0 if problem else _digest(saved)
@@ -144,16 +139,8 @@ def load(
         fits_everywhere = bool(runtime.source.smallest(fits))
     if error or not fits_everywhere:
         raise StateError(error or "the state of the communication hook does not fit on the ranks of another shard")
-    models.restore(staged, saved["models"] if staged else {})
+    runtime.local.models.restore(staged, saved["models"] if staged else {})
     return (0, {}, differences) if problem else (saved["steps"], dict(saved["optimizer_steps"]), differences)
-
-
-def _named_as_now(saved: Any, layout: Layout) -> Any:
-    """Return a state with this model's names of the parameters, without wrappers."""
-    names = saved.get("parameters") if isinstance(saved, Mapping) else None
-    if not isinstance(names, Mapping) or all(layout.name_now(name) == name for name in names):
-        return saved
-    return layout.with_names_of_now(saved)
 
 
 def _of_another_hook(saved: Mapping[str, Any], runtime: Runtime, bound: BoundHook, strict: bool) -> list[str]:
@@ -175,9 +162,10 @@ def _warn_of_reset(saved: Mapping[str, Any], hook: CommHook, bound: BoundHook) -
 
 
 def _load(
-    saved: Any, runtime: Runtime, bound: BoundHook, models: Models, strict: bool
+    saved: Any, runtime: Runtime, bound: BoundHook, strict: bool
 ) -> tuple[list[str], list[tuple[Tensor, Tensor]]]:
-    hook, reader = runtime.method, StateReader(saved, models.layout.shapes, bound.group, strict, models.layout.orders)
+    hook, layout = runtime.method, runtime.layout
+    reader = StateReader(saved, layout.shapes, bound.group, strict, layout.orders)
     if (shard := saved["shard"]) != runtime.source.shard:
         reader.differs(
             f"it is of shard {_told(shard)}, and this rank has shard {_told(runtime.source.shard)}: save the state of "
@@ -191,7 +179,7 @@ def _load(
     load_hook(saved["hook"], hook, bound, reader)
     # Without averages of models, ranks would never be equal again.
     own_models = saved["models"] if reader.is_exact and averages_models(bound) else None
-    staged = models.stage(own_models, reader) if own_models else []
+    staged = runtime.local.models.stage(own_models, reader) if own_models else []
     is_alone = saved["per_rank"] in ("own", "joining")
     if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0 and not is_alone:
         logger.info(

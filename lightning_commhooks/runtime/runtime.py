@@ -353,11 +353,8 @@ class Runtime:
             yield
             return
         self._engine.raise_if_unusable()
-        try:
+        with self._engine.aborting():
             yield
-        except BaseException as failure:
-            self._engine.fail(failure)
-            raise
 
     def _named(self, function: Callable[[], T]) -> T:
         try:
@@ -527,7 +524,7 @@ class Runtime:
         self, state: object, fresh: BoundHook, strict: bool
     ) -> tuple[int, dict[str, int], list[str]] | StateError:
         try:
-            return checkpoint.load(state, self, fresh, self.local.models, strict)
+            return checkpoint.load(state, self, fresh, strict)
         except StateError as refusal:
             return refusal  # all ranks have agreed on it: no failure
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,6 +42,22 @@ _OF_DDP = (
     "is for DistributedDataParallel: hooks keep no state of sharded gradients and do not know their micro-batches; "
     "leave it out with FSDP"
 )
+
+
+class Finished(dist.Work):
+    """A collective whose result is there, in the order of the stream that it was issued on."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done is None or self._done.query()
 
 
 def sharded_hooks() -> list[str]:

@@ -25,8 +25,7 @@ from lightning_commhooks.interface.checks import check_bool
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.passes import current_backward
 from lightning_commhooks.runtime.runtime import Runtime
-from lightning_commhooks.sources.finished import Finished
-from lightning_commhooks.sources.fsdp import ShardedSource, reduce, resolve_sharded_hook, shares_of
+from lightning_commhooks.sources.fsdp import Finished, ShardedSource, reduce, resolve_sharded_hook, shares_of
 
 # The last hook of each unit.
 _runtimes: WeakKeyDictionary[FSDPModule, Runtime] = WeakKeyDictionary()

@@ -30,8 +30,7 @@ from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.runtime.local_steps import LocalSteps
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
-from lightning_commhooks.sources.finished import Finished
-from lightning_commhooks.sources.fsdp import resolve_sharded_hook
+from lightning_commhooks.sources.fsdp import Finished, resolve_sharded_hook
 from lightning_commhooks.sources.fsdp2 import (
     FSDP2,
     Gather,

@@ -214,12 +214,12 @@ class Quorum(ChangingRanks):
         models.diverged |= diverged
 
     def _load(self, state: Mapping[str, Any], fresh: BoundHook) -> None:
-        checkpoint.load_alone(state, self._runtime, fresh, self._runtime.local.models)
+        checkpoint.load_alone(state, self._runtime, fresh)
         self._runtime.begin_at(fresh, state["steps"], state["optimizer_steps"])
 
     def _own_state(self, kind: Literal["own", "joining"]) -> dict[str, Any]:
         """The hook's state on this replica, or the part of it for a joining replica. Not collective."""
-        return checkpoint.save_alone(self._runtime, self._runtime.local.models, kind)
+        return checkpoint.save_alone(self._runtime, kind)
 
     def _begin_at_common_model(self, before: Mapping[str, Tensor]) -> None:
         """Begin at the other replicas' last averages, with this replica's own changes that they do not include.

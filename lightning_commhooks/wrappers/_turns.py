@@ -31,9 +31,8 @@ class BoundSwitch(BoundWrapper):
         self._phases = {key: hook.bind(group) for key, hook in hooks.items()}
         super().__init__(list(self._phases.values()), hooks)
         self.has_memory = any(phase.has_memory for phase in self._phases.values())
-        # For each parameter, the phase that last averaged it, and its successor after a finite step.
+        # For each parameter, the phase that last averaged it.
         self._last_phase = self.numbers["last_phase"] = {}
-        self._next_phase: dict[str, int] = {}
         # Parameters that this rank has used, if DDP looks for unused parameters.
         self._ever_used: set[str] = set()
 
@@ -58,7 +57,7 @@ class BoundSwitch(BoundWrapper):
             changing = yield from self._used_ones(changing, bucket, phase, ranks)
         for slot in changing:
             self._phases[self._last_phase[slot.name]].flush_(dataclasses.replace(bucket, slots=(slot,)))
-            self._next_phase[slot.name] = phase
+            self._last_phase[slot.name] = phase
         if bucket.unused is not None:
             self._ever_used.update(set(bucket.names) - bucket.unused)
 
@@ -89,11 +88,6 @@ class BoundSwitch(BoundWrapper):
     def applies_average_after(self, stepped: OptimizerStep) -> bool:
         phase = self._phases[self._phase(max(stepped.step, 0))]
         return averages_models(phase) and phase.applies_average_after(stepped)
-
-    def end_step(self, finite: Tensor) -> None:
-        super().end_step(finite)
-        self._last_phase |= self._next_phase
-        self._next_phase = {}
 
     def reduce_sparse(self, grad: Tensor, bucket: Bucket, ranks: Group) -> Steps[Tensor]:
         return self._phases[self._phase(bucket.step)].reduce_sparse(grad, bucket, ranks)

@@ -135,8 +135,7 @@ def load_wrong(rank, world, case):
 def load_steps_of_another_hook(rank, world):
     with attached(POWERSGD) as (ddp, attachment):
         backward(ddp, full_rank_gradients(rank, 0, SHAPES))
-        runtime = attachment.runtime
-        state = checkpoint.save_steps(runtime, runtime.local.models)
+        state = checkpoint.save_steps(attachment.runtime)
     with attached(lc.Int8(min_bytes=0)) as (_, attachment):
         with pytest.raises(lc.StateError, match="it is of hook 'powersgd', not of 'int8'"):
             attachment.load_state_dict(state)
