@@ -6,6 +6,8 @@ import inspect
 import re
 import shutil
 import textwrap
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from lightning_commhooks import wrappers
@@ -21,7 +23,7 @@ def listed(only: str | None = None) -> list[dict[str, Any]]:
     classes: list[type[CommHook]] = [getattr(wrappers, name) for name in wrappers.__all__]
     if only is None:
         # Registered wrappers are listed once, among the wrappers.
-        classes = [*(cls for cls in map(get_hook_class, available_hooks()) if cls not in classes), *classes]
+        classes = [*(cls for cls in _available() if cls not in classes), *classes]
     else:
         named = {name.lower(): cls for cls in classes for name in (cls.name, cls.__name__)}
         classes = [named.get(only.lower()) or get_hook_class(only)]
@@ -36,6 +38,14 @@ def listed(only: str | None = None) -> list[dict[str, Any]]:
         }
         for cls in classes
     ]
+
+
+def _available() -> Iterator[type[CommHook]]:
+    for name in available_hooks():
+        try:
+            yield get_hook_class(name)
+        except ValueError as error:  # of another package
+            warnings.warn(f"not listed: {error}", stacklevel=2)
 
 
 def _option(parameter: inspect.Parameter) -> str:

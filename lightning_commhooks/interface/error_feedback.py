@@ -63,7 +63,7 @@ class ErrorFeedback(BoundHook):
 
         Returns:
             the approximation, rank-uniform, and the part of `residual` that this rank has sent, both in the shape of
-            `residual`.
+            `residual`. The mean over ranks of the second has to equal the first: what is in neither is lost.
         """
         raise NotImplementedError(f"{type(self).__name__} is to write average()")
 
@@ -94,6 +94,11 @@ class ErrorFeedback(BoundHook):
                 "approximation, and what of `residual` this rank has sent"
             )
         mean, sent = averaged
+        if not mean.shape == sent.shape == residual.shape:
+            raise TypeError(
+                f"{type(self).__name__}.average returned `mean` of shape {tuple(mean.shape)} and `sent` of shape "
+                f"{tuple(sent.shape)}: both need the shape of `residual`, {tuple(residual.shape)}"
+            )
         rounded = to_gradient(mean if is_one(bucket.loss_scale) else mean * bucket.loss_scale, flat.dtype)
         flat.copy_(rounded)
         left = mean - rounded.to(residual.dtype) / bucket.loss_scale if flat.dtype != residual.dtype else None

@@ -141,7 +141,8 @@ class BoundHook(ABC):
         memory: the hook's memory, `{parameter: {kind: tensor}}`. The kind `"residual"` differs between ranks: the part
             of the gradients that this rank has not sent yet, in units of the loss. All other kinds are rank-uniform.
         numbers: rank-uniform integers, `{section: {key: number}}`, that are saved with the memory.
-        has_memory: whether results depend on the gradients of earlier steps.
+        has_memory: whether results depend on the gradients of earlier steps. `end_step` is called, and memory saved,
+            only if they do. A class with `end_step` has to set it.
         own_kinds: kinds of memory that differ between ranks.
         scales_gradients: whether `reduce` multiplies gradients by `Bucket.scale`, in a pass over them that it makes
             anyway. If not, they are multiplied before.
@@ -152,6 +153,15 @@ class BoundHook(ABC):
     scales_gradients: bool = False
     averages_models: bool = False
     own_kinds: frozenset[str] = frozenset({"residual"})
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        is_stated = any("has_memory" in vars(base) for base in cls.__mro__ if base is not BoundHook)
+        if "end_step" in vars(cls) and not is_stated:
+            raise TypeError(
+                f"{cls.__name__} has an end_step(), called only for hooks with memory: write `has_memory = True` "
+                "in the class"
+            )
 
     def __init__(self, group: Group) -> None:
         self.group = group

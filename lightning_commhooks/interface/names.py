@@ -69,6 +69,19 @@ def _third_party() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
 
 
+def _loaded(entry: EntryPoint) -> type[CommHook]:
+    of = f"entry point {entry.name!r} of package {entry.dist.name if entry.dist else 'unknown'!r}"
+    try:
+        loaded = entry.load()
+    except Exception as error:
+        raise ValueError(f"{of} does not load: {error!r}. Repair or uninstall the package") from error
+    if not (isinstance(loaded, type) and issubclass(loaded, CommHook)):
+        raise ValueError(f"{of} must be a CommHook class, got {loaded!r}")
+    if entry.name not in (loaded.name, *loaded.aliases):
+        raise ValueError(f"{of} is a hook of the name {loaded.name!r}: both names have to be equal")
+    return loaded
+
+
 def available_hooks() -> list[str]:
     """Names that `get_hook`, `attach` and every adapter accept, sorted; those of entry points included."""
     return sorted({*(hook_class.name for hook_class in registered.values()), *_third_party()})
@@ -78,19 +91,14 @@ def get_hook_class(name: str) -> type[CommHook]:
     """Return the configuration class of a hook by one of `available_hooks()`, or an alias of one.
 
     Capitals and underscores do not matter, so that the name of the class does as well. An unknown name, or an entry
-    point that is not a `CommHook` class, raises a `ValueError`.
+    point that does not load or is not a `CommHook` class of that name, raises a `ValueError`.
     """
     hook_class: type[CommHook] | None = registered.get(name)
     if hook_class is not None:
         return hook_class
     others = _third_party()
     if name in others:
-        loaded = others[name].load()
-        if not (isinstance(loaded, type) and issubclass(loaded, CommHook)):
-            raise ValueError(
-                f"entry point {name!r} of group {ENTRY_POINT_GROUP!r} must be a CommHook class, got {loaded!r}"
-            )
-        return loaded
+        return _loaded(others[name])
     exact = {_plain(known): known for known in (*others, *registered)}
     if _plain(name) in exact:
         return get_hook_class(exact[_plain(name)])

@@ -44,6 +44,11 @@ class BoundWrapper(AveragesModels):
         self.from_start = next((hook.from_start for hook in averaging if hook.from_start), None)
         self.mixes_averages = any(isinstance(hook, BoundWrapper) and hook.mixes_averages for hook in inner)
 
+    @property
+    def has_memory(self) -> bool:  # type: ignore[override]  # `Auto` may choose a hook without
+        """Whether any hook inside has memory now."""
+        return any(hook.has_memory for hook in self._all_inner)
+
     @abstractmethod
     def _at_work(self) -> Sequence[BoundHook]:
         """The hooks inside that reduce gradients at present."""
@@ -126,11 +131,6 @@ class BoundAround(BoundWrapper):
 
     def _at_work(self) -> Sequence[BoundHook]:
         return self._all_inner
-
-    @property
-    def has_memory(self) -> bool:  # type: ignore[override]  # `Auto` may choose a hook without
-        """Whether the hook inside has memory now."""
-        return self.inner.has_memory
 
     def reduce(self, bucket: Bucket, ranks: Group) -> Steps[Tensor | None]:
         return self.inner.reduce(bucket, ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import re
 import time
 import traceback
 import warnings
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_commhooks.collectives.errors import HookError
 from lightning_commhooks.testing.model import use_device
 
 # Compiling takes seconds and does not pay for gradients as small as these. DDP's warnings on stderr that no parameter
@@ -26,6 +28,8 @@ _ENVIRONMENT = {"TORCH_COMPILE_DISABLE": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "O
 _SECONDS_TO_START = 120.0
 # Time for the remaining ranks to report their errors after one has failed.
 _SECONDS_AFTER_FAILURE = 10.0
+# Of errors that are the consequence of another rank's.
+_OF_ANOTHER_RANK = re.compile(r"gloo/|NCCL|Timed out|Connection (?:closed|reset)|the process died")
 # The first version of NCCL in which ranks may share a GPU.
 _SHARES_GPUS = (2, 30)
 
@@ -146,17 +150,21 @@ class Processes:
         """Call `function(rank, world, *args)` on `world` ranks and return the results by rank.
 
         Raises:
-            RuntimeError: the function failed on some ranks, or did not end in time on all of them.
+            RuntimeError: the function failed on some ranks, or did not end in time on all of them. The text begins with
+                the ranks that did not just lose or wait for another rank.
         """
         prefix = f"call{next(self._numbers)}"
         pipes = [pipe for _, pipe in self._ranks[:world]]
         start = time.monotonic()
         replies = exchange(pipes, prefix, (function, args), 2 * self._seconds, _SECONDS_AFTER_FAILURE)
         took = time.monotonic() - start
-        failed = [f"rank {rank}: {text}" for rank, (is_fine, text) in sorted(replies.items()) if not is_fine]
-        failed += [f"rank {rank}: no reply after {took:.0f} s" for rank in range(world) if rank not in replies]
+        failed = {rank: text for rank, (is_fine, text) in sorted(replies.items()) if not is_fine}
+        failed |= {rank: f"no reply after {took:.0f} s" for rank in range(world) if rank not in replies}
         if failed:
-            raise RuntimeError("\n".join(failed))
+            causes = [rank for rank, text in failed.items() if rank in replies and not _OF_ANOTHER_RANK.search(text)]
+            advice = "" if causes else "All ranks have to issue the same collectives in the same order, and finish\n"
+            texts = (f"rank {rank}: {failed[rank]}" for rank in dict.fromkeys([*causes, *failed]))
+            raise RuntimeError(advice + "\n".join(texts))
         return [replies[rank][1] for rank in range(world)]
 
 
@@ -234,7 +242,12 @@ def _work(
         torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = function(rank, world, *args)
+            try:
+                result = function(rank, world, *args)
+            except HookError as error:
+                # Without the frames of the thread that trains.
+                cause = "".join(traceback.format_exception(error.__cause__ or error, chain=False))
+                raise RuntimeError(f"{error}\n{cause}") from None
         if dist.is_initialized():
             dist.barrier(device_ids=None if backend == "gloo" else [torch.cuda.current_device()])
             dist.destroy_process_group()

@@ -30,7 +30,6 @@ class BoundSwitch(BoundWrapper):
         self._hooks = hooks
         self._phases = {key: hook.bind(group) for key, hook in hooks.items()}
         super().__init__(list(self._phases.values()), hooks)
-        self.has_memory = any(phase.has_memory for phase in self._phases.values())
         # For each parameter, the phase that last averaged it.
         self._last_phase = self.numbers["last_phase"] = {}
         # Parameters that this rank has used, if DDP looks for unused parameters.

@@ -139,6 +139,11 @@ class _BoundAuto(BoundSwitch):
     def chosen(self) -> CommHook | None:
         return None if self._choice is None else self._hooks[self._choice]
 
+    @property
+    def has_memory(self) -> bool:  # type: ignore[override]
+        """Whether a hook that may still be used has memory."""
+        return self._phases[self._choice or 0].has_memory if self._is_tidy else super().has_memory
+
     def _begins(self, key: int) -> int:
         """Return the first step of a hook, counted from the start of measuring; after the last hook, the final step."""
         if key == 0:
@@ -245,7 +250,6 @@ class _BoundAuto(BoundSwitch):
         # Until then the remaining candidates may hold residuals.
         if all(phase == self._choice for phase in self._last_phase.values()):
             self._is_tidy = True
-            self.has_memory = self._phases[self._choice].has_memory
             for key, phase in self._phases.items():
                 if key != self._choice:
                     phase.release()

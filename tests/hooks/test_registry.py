@@ -3,10 +3,12 @@
 import dataclasses
 import importlib
 import sys
+import warnings
 
 import pytest
 
 import lightning_commhooks as lc
+from lightning_commhooks.advice import listing
 from lightning_commhooks.interface import options, registry
 
 BUILT_IN = {
@@ -53,6 +55,7 @@ def _third_party(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[lightning_commhooks.hooks]\ntheirs = their_module:Theirs\nnothing = their_module:dataclass\n"
+        "broken = module_that_is_not_there:Hook\nother = their_module:Theirs\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
@@ -101,8 +104,22 @@ def test_entry_point():
         lc.get_hook("theirs", depth=2)
     with pytest.raises(ValueError, match="did you mean 'theirs'"):
         lc.get_hook("their")
-    with pytest.raises(ValueError, match=r"entry point 'nothing' .* must be a CommHook class"):
+    with pytest.raises(ValueError, match=r"entry point 'nothing' of package 'theirs' must be a CommHook class"):
         lc.get_hook("nothing")
+    with pytest.raises(ValueError, match=r"entry point 'broken' .* does not load: ModuleNotFoundError"):
+        lc.get_hook("broken")
+    with pytest.raises(ValueError, match=r"entry point 'other' .* the name 'theirs': both names have to be equal"):
+        lc.get_hook("other")
+
+
+@pytest.mark.usefixtures("_third_party")
+def test_packages_that_are_broken_are_not_listed():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        names = [hook["name"] for hook in listing.listed()]
+    assert {"theirs", "powersgd"} <= set(names)
+    texts = [str(warning.message) for warning in caught]
+    assert [text.split("'")[1] for text in texts] == ["broken", "nothing", "other"]
 
 
 def test_name_is_taken():

@@ -33,6 +33,9 @@ BY_NAME = {rule.__name__: rule for rule in RULES}
         (broken_hooks.Spending, "unused_parameters_keep_their_memory", "in which no rank uses it"),
         (broken_hooks.Random, "deterministic", "the hook changes the global random state"),
         (broken_hooks.Lossy, "error_feedback_loses_nothing", "is missing"),
+        (broken_hooks.Lossy, "error_feedback_loses_nothing", "the mean over ranks of `sent` has to equal `mean`"),
+        (broken_hooks.Uniform, "a_resumed_run_goes_on", "name the kinds of memory that differ between ranks"),
+        (broken_hooks.Unnamed, "a_resumed_run_goes_on", "kept() does not name ['mean']"),
     ],
 )
 def test_what_is_wrong_is_said(run, hook, rule, text):
@@ -74,6 +77,55 @@ def test_what_is_owed_may_be_the_mean(run):
         check_rule(BY_NAME[rule], run, Case(broken_hooks.Whole()), 2)
     ((means, _, _),) = run(outputs, broken_hooks.Whole(), full_rank_gradients, 1, world=1)
     assert same(means[0], full_rank_gradients(0, 0, SHAPES))
+
+
+def test_a_memory_without_residuals(run):
+    for rule in RULES:
+        said = check_rule(rule, run, Case(broken_hooks.Changes()), 2)
+        assert (said or "").startswith("not checked") == (rule.__name__ == "error_feedback_loses_nothing")
+
+
+def test_averages_of_models_are_not_checked(run):
+    case = Case(lc.get_hook("post_localsgd", start_localSGD_iter=100), error=1e-6)
+    said = check_rule(BY_NAME["ranks_agree_on_the_mean"], run, case, 2)
+    assert said == "yes, for gradients; averages of models are not checked"
+
+
+def test_a_bucket_that_one_rank_does_not_use():
+    with (
+        pytest.raises(BrokenRule, match=r"failed while checking: A parameter that no rank uses"),
+        Processes(2, seconds=3) as run,
+    ):
+        check_rule(BY_NAME["unused_parameters_keep_their_memory"], run, Case(broken_hooks.Idle()), 2)
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (broken_hooks.Raising, "ArithmeticError: no convergence"),
+        (
+            broken_hooks.Short,
+            r"TypeError: ShortBound.average returned `mean` of shape .* and `sent` of shape \(1,\): both",
+        ),
+    ],
+)
+def test_the_cause_of_a_failure_comes_first(hook, text):
+    with pytest.raises(BrokenRule) as caught, Processes(2, seconds=10) as run:
+        check_rule(BY_NAME["ranks_agree_on_the_mean"], run, Case(hook()), 2)
+    title_line, _, ranks = str(caught.value).partition("\nrank ")
+    assert title_line.endswith("up to the stated error")
+    cause = ranks.split("\n\n")[0]
+    assert re.search(text, cause)
+    assert len(cause.splitlines()) < 45
+    assert "same collectives in the same order" not in str(caught.value)
+
+
+def test_a_class_with_end_step_says_whether_it_has_memory():
+    with pytest.raises(TypeError, match=r"Silent has an end_step.*write `has_memory = True`"):
+
+        class Silent(lc.BoundHook):
+            def end_step(self, finite):
+                pass
 
 
 def test_sum_in_place_of_a_mean(run):

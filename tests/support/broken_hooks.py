@@ -148,4 +148,84 @@ class UnwaitedBound(TopKBound):
         yield
 
 
+class ChangesBound(lc.BoundHook):
+    """Sends what has changed since the last step (EF21, https://arxiv.org/abs/2106.05203) in bfloat16.
+
+    Nothing is wrong with it: it has a memory, and no residual.
+    """
+
+    has_memory = True
+    own_kinds = frozenset({"own"})
+
+    def __init__(self, config, group):
+        super().__init__(group)
+        self._staged = {}
+
+    def reduce(self, bucket, ranks):
+        dtype = torch.promote_types(bucket.flat.dtype, torch.float32)
+        own, mean = (self._flat(kind, bucket, dtype) for kind in ("own", "mean"))
+        change = (bucket.flat.to(dtype) / bucket.loss_scale - own).bfloat16()
+        own += change
+        mean += (yield from ranks.all_gather(change)).to(dtype).mean(0)
+        self._staged |= {slot.name: {"own": slot.view(own), "mean": slot.view(mean)} for slot in bucket.slots}
+        bucket.flat.copy_(mean * bucket.loss_scale)
+
+    def _flat(self, kind, bucket, dtype):
+        parts = [self.memory.get(slot.name, {}).get(kind, bucket.flat.new_zeros(slot.shape)) for slot in bucket.slots]
+        return torch.cat([part.reshape(-1) for part in parts]).to(dtype)
+
+    def end_step(self, finite):
+        if finite:
+            self.memory.update(self._staged)
+        self._staged = {}
+
+    def kept(self, shapes):
+        return {"own": shapes[0], "mean": shapes[0]}
+
+
+class UniformBound(ChangesBound):
+    """Claims that ranks have the same memory."""
+
+    own_kinds = frozenset()
+
+
+class UnnamedBound(ChangesBound):
+    """Names one kind of its memory only."""
+
+    def kept(self, shapes):
+        return {"own": shapes[0]}
+
+
+class ShortBound(TopKBound):
+    """Returns a part in another shape."""
+
+    def average(self, owed, bucket, ranks):
+        mean, sent = yield from super().average(owed, bucket, ranks)
+        return mean, sent[:1]
+
+
+class IdleBound(TopKBound):
+    """Sends nothing where this rank has used no parameter of a bucket."""
+
+    def average(self, owed, bucket, ranks):
+        if bucket.unused is not None and bucket.unused >= set(bucket.names):
+            return torch.zeros_like(owed), torch.zeros_like(owed)
+        return (yield from super().average(owed, bucket, ranks))
+
+
+class RaisingBound(TopKBound):
+    """Fails on one rank."""
+
+    def average(self, owed, bucket, ranks):
+        if ranks.rank == 1:
+            raise ArithmeticError("no convergence")
+        return (yield from super().average(owed, bucket, ranks))
+
+
+Changes, Uniform, Unnamed = (
+    hook_of(bound, bound.__name__.removesuffix("Bound"), TopK) for bound in (ChangesBound, UniformBound, UnnamedBound)
+)
+Short, Idle, Raising = (
+    hook_of(bound, bound.__name__.removesuffix("Bound"), TopK) for bound in (ShortBound, IdleBound, RaisingBound)
+)
 Returned, Unwaited = hook_of(ReturnedBound, "Returned", TopK), hook_of(UnwaitedBound, "Unwaited", TopK)
