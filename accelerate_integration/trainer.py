@@ -8,6 +8,7 @@ from typing import Any, cast, overload
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_integration.accelerator_events import AcceleratorEvents, replace_method
 from accelerate_integration.kwargs import CommHookKwargs, FSDPCommHook, attach_to_prepared, sharded_hook, shown
@@ -176,7 +177,8 @@ class _TrainerEvents:
         if isinstance(handler, CommHookKwargs) and handler.accumulation != "framework":
             replace_method(trainer, "training_step", self._training_step)
         replace_method(trainer, "_maybe_log_save_evaluate", self._save_and_evaluate)
-        replace_method(trainer, "evaluation_loop", self._evaluate)
+        replace_method(trainer, "evaluation_loop", self._averaged)
+        replace_method(trainer, "_save_checkpoint", self._averaged)  # also by callbacks, after a signal
         replace_method(trainer, "_save_optimizer_and_scheduler", self._save)
         replace_method(trainer, "_load_optimizer_and_scheduler", self._load)
         replace_method(trainer, "save_model", self._save_model)
@@ -220,11 +222,14 @@ class _TrainerEvents:
         self._attach()
         attachments = self._last_open()
         if not attachments and self._trainer.accelerator.num_processes > 1:
-            raise ValueError(
-                f"use_comm_hook(hook={shown(self._handler.hook)}): the model is not in DistributedDataParallel, so "
-                "each rank would train its own. transformers does not wrap a model that trainer.evaluate() or "
-                "predict() has used before train(): leave that out, or use TrainingArguments(eval_on_start=True)"
+            reason = (
+                "train() has wrapped the model already; call use_comm_hook() before the first train()"
+                if isinstance(self._trainer.model_wrapped, DistributedDataParallel)
+                else "the model is not in DistributedDataParallel, so each rank would train its own. transformers does "
+                "not wrap a model that trainer.evaluate() or predict() has used before train(): leave that out, or use "
+                "TrainingArguments(eval_on_start=True)"
             )
+            raise ValueError(f"use_comm_hook(hook={shown(self._handler.hook)}): {reason}")
         self._monitor = self._options.monitor(attachments[0]) if self._options and attachments else None
         return self._tell_forecast(original, *args, **kwargs)
 
@@ -266,7 +271,7 @@ class _TrainerEvents:
         with self._events.attachments.averaged([]):
             return original(*args, **kwargs)
 
-    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _averaged(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._events.attachments.averaged([]):
             return original(*args, **kwargs)
 

@@ -108,6 +108,21 @@ def test_a_model_that_transformers_does_not_wrap_is_an_error(results):
         assert found == 1 or "use_comm_hook(hook='bf16'): the model is not in DistributedDataParallel" in str(found)
 
 
+def test_a_checkpoint_of_a_callback_has_the_average(results):
+    own = [rank["saved_by_callback"]["own"] for rank in results]
+    assert distance(*own) > 1e-4
+    average = {name: (own[0][name] + own[1][name]) / 2 for name in own[0]}
+    assert distance(results[0]["saved_by_callback"]["saved"], average) < 1e-12
+
+
+def test_a_hook_after_the_first_training_is_an_error(results):
+    for rank in results:
+        assert rank["hook_after_training"] == (
+            "use_comm_hook(hook='bf16'): train() has wrapped the model already; call use_comm_hook() before the first "
+            "train()"
+        )
+
+
 def test_one_process_says_that_it_does_nothing(tmp_path):
     trainer, _ = make(str(tmp_path), "powersgd", max_steps=1)
     with pytest.warns(UserWarning, match=r"CommHookKwargs\(hook='powersgd'\) does nothing"):

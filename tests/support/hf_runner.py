@@ -202,6 +202,39 @@ def evaluated_before(folder):
     return result
 
 
+class SaveNow(TrainerCallback):
+    """Saves a checkpoint as those callbacks of transformers do that are asked to by a signal."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 6:
+            self.own = parameters(self.trainer)
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+def saved_by_callback(folder):
+    """This rank's parameters in the middle of a period, and those of a checkpoint that a callback has saved there."""
+    trainer, handler = make(f"{folder}/callback", HOOKS["post_localsgd"], max_steps=7)
+    trainer.add_callback(callback := SaveNow())
+    callback.trainer = trainer
+    trainer.train()
+    close(handler)
+    torch.distributed.barrier()
+    double = {"dtype" if has("transformers", "4.56") else "torch_dtype": torch.float64}
+    saved = GPT2LMHeadModel.from_pretrained(f"{folder}/callback/checkpoint-6", **double)
+    return {"own": callback.own, "saved": {name: p.detach().clone() for name, p in saved.named_parameters()}}
+
+
+def hook_after_training(folder):
+    """The error of a hook for a trainer that has trained without one."""
+    trainer, _ = make(f"{folder}/late", max_steps=1)
+    trainer.train()
+    use_comm_hook(trainer, "bf16")
+    try:
+        trainer.train()
+    except ValueError as error:
+        return str(error)
+
+
 def without_state(folder):
     """Resume from a checkpoint of a trainer without hook."""
     torch.distributed.barrier()
@@ -227,6 +260,8 @@ def main():
     results["subclass_and_search"] = subclass_and_search(folder)
     results["without_state"] = without_state(folder)
     results["evaluated_before"] = evaluated_before(folder)
+    results["saved_by_callback"] = saved_by_callback(folder)
+    results["hook_after_training"] = hook_after_training(folder)
     torch.save(results, f"{folder}/{torch.distributed.get_rank()}.pt")
     torch.distributed.destroy_process_group()
 

@@ -337,7 +337,7 @@ ACCELERATE = {
 
 CALLED = (
     *("._wrap_model", "._maybe_log_save_evaluate", "._save_optimizer_and_scheduler", "._load_optimizer_and_scheduler"),
-    *("._load_best_model", "create_accelerator_and_postprocess"),
+    *("._load_best_model", "._save_checkpoint", "create_accelerator_and_postprocess"),
 )
 HAD = ("current_gradient_accumulation_steps", "model_accepts_loss_kwargs", "compute_loss_func", "loss_is_scaled_for_ga")
 TRANSFORMERS = {
