@@ -347,7 +347,7 @@ class Attachment:
     @property
     def averages_models(self) -> bool:
         """Whether the hook has local steps and averages models."""
-        return averages_models(self.runtime.bound)
+        return self.runtime.bound.averages_models
 
     @property
     def averages_when_asked(self) -> bool:

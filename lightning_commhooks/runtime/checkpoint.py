@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_commhooks.collectives.averaging import own_part
-from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import load_hook, save_hook
 from lightning_commhooks.interface.layout import Layout, memory_shape
@@ -151,7 +150,7 @@ def _of_another_hook(saved: Mapping[str, Any], runtime: Runtime, bound: BoundHoo
 
 
 def _warn_of_reset(saved: Mapping[str, Any], hook: CommHook, bound: BoundHook) -> None:
-    if (bound.has_memory or averages_models(bound)) and bound.group.rank == 0:
+    if (bound.has_memory or bound.averages_models) and bound.group.rank == 0:
         name = saved["hook"].get("name", hook.name)
         warnings.warn(
             f"the state of hook {name!r} was saved without averaging over ranks, in a signal handler, after a failure "
@@ -178,7 +177,7 @@ def _load(
         reader.check_parameters()
     load_hook(saved["hook"], hook, bound, reader)
     # Without averages of models, ranks would never be equal again.
-    own_models = saved["models"] if reader.is_exact and averages_models(bound) else None
+    own_models = saved["models"] if reader.is_exact and bound.averages_models else None
     staged = runtime.local.models.stage(own_models, reader) if own_models else []
     is_alone = saved["per_rank"] in ("own", "joining")
     if bound.has_memory and saved["world_size"] != bound.group.size and bound.group.rank == 0 and not is_alone:

@@ -115,7 +115,7 @@ class LocalSteps:
             self.find_optimizers = optimizers
         elif optimizers is not None:
             self.reported_by_user = self._reports = not optimizers
-            for optimizer in optimizers if averages_models(self._runtime.bound) else ():
+            for optimizer in optimizers if self._runtime.bound.averages_models else ():
                 self.add(optimizer)
 
     def _is_hooked(self, optimizer: Optimizer) -> bool:

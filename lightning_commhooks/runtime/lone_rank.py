@@ -7,7 +7,6 @@ import dataclasses
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.collectives.steps import Steps, result
 from lightning_commhooks.interface.accumulation import scale_
-from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.hook import BoundHook
 from lightning_commhooks.interface.wrapper import BoundAround, BoundWrapper
@@ -28,7 +27,7 @@ class _Unused(BoundAround):
 
 def pass_on(bound: BoundHook) -> BoundHook:
     """Make a hook that averages gradients leave them as they are; averaging models is already right with one rank."""
-    if averages_models(bound):
+    if bound.averages_models:
         if isinstance(bound, BoundWrapper):
             bound.change_inner(pass_on)
         return bound

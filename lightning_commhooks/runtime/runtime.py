@@ -70,7 +70,6 @@ class Runtime:
 
     Attributes:
         bound: the hook, bound to its ranks.
-        averages_models: whether it lets ranks step alone and averages their models.
         config: the configuration, with starts as steps once they are known.
         source: where its buckets come from.
         model: returns the model, or `None` if it is gone.
@@ -88,7 +87,6 @@ class Runtime:
     """
 
     bound: BoundHook
-    averages_models: bool
     # None for a user's own function.
     _ranks: Ranks | None = None
     _engine: Engine | None = None
@@ -130,7 +128,7 @@ class Runtime:
         self._last_backward = -1
         if isinstance(self.method, UserFunction):
             group = Group(Backend(source.process_group), self.counters, source.device, source.process_group)
-            self._use(hook.bind(group))
+            self.bound = hook.bind(group)
         else:
             self.run_among(ranks := Ranks.of_source(self, make_group))
             group = ranks.group
@@ -143,9 +141,6 @@ class Runtime:
         if self._ranks is not None:
             self.local.models.begin = self._ranks.background.begin
         self.forecaster = Forecaster(self, self.local)
-
-    def _use(self, bound: BoundHook) -> None:
-        self.bound, self.averages_models = bound, averages_models(bound)
 
     @property
     def method(self) -> CommHook:
@@ -189,7 +184,7 @@ class Runtime:
         try:
             ranks.group.nodes()  # so that bytes between them are counted
             compare(ranks.group)
-            self._use(self._bind(ranks.group))
+            self.bound = self._bind(ranks.group)
         except BaseException:
             ranks.engine.close()
             ranks.release()
@@ -237,7 +232,7 @@ class Runtime:
         if self._last_backward < 0:
             self._check_starts()
         self._last_backward = step
-        if self.averages_models:
+        if self.bound.averages_models:
             self.local.begin_backward(step)
         self.forecaster.begin_step(step)
 
@@ -274,7 +269,7 @@ class Runtime:
 
     def _reduce(self, bucket: Bucket, is_late: bool, ranks: Group) -> Steps[Tensor]:
         bound, flat, finite = self.bound, bucket.flat, None
-        ranks_step_alone = self.averages_models and bound.is_local(bucket.step)
+        ranks_step_alone = bound.averages_models and bound.is_local(bucket.step)
         if flat.is_sparse:
             flat = flat.coalesce()
         else:
@@ -487,7 +482,7 @@ class Runtime:
     def begin_at(self, fresh: BoundHook, steps: int, num_steps: Mapping[str, int]) -> None:
         """Continue with another runtime object, after `steps` steps; see `LocalSteps.begin_at`."""
         self.forecaster.end_step()
-        self._use(fresh)
+        self.bound = fresh
         self.clock.steps, self._last_backward = steps, -1
         self.local.begin_at(steps, num_steps)
         self.forecaster.restart()
@@ -551,7 +546,7 @@ class Runtime:
             return
         if len(self.bound.group.nodes()) == 1:
             yield "between_nodes"
-        if not averages_models(self.bound):
+        if not self.bound.averages_models:
             yield from ("averagings", "waited_ms")
             if not self.bound.has_memory:
                 yield "bytes_evaluation"

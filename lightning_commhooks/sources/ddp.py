@@ -115,10 +115,10 @@ class DDPSource(Source):
 
     def trampoline(self, runtime: Runtime, model: DistributedDataParallel) -> Trampoline:
         """Return the function that DDP calls for each bucket of `model`."""
-        needs_usage = runtime.averages_models or runtime.bound.has_memory or self.ranks_change
+        needs_usage = runtime.bound.averages_models or runtime.bound.has_memory or self.ranks_change
         watches = model.find_unused_parameters and needs_usage
         self._watch_usage(self.layout.trained if watches else {})
-        if runtime.averages_models:
+        if runtime.bound.averages_models:
             model.register_forward_pre_hook(NotCopied(torch.compiler.disable(self._before_forward)))
         self._ddp, self._broadcasts_buffers, self._local = weakref.ref(model), model.broadcast_buffers, runtime.local
         runtime.local.models.broadcasts_buffers = model.broadcast_buffers and not self.ranks_change
@@ -178,7 +178,7 @@ class DDPSource(Source):
         assert model is not None
         if model._join_config.enable and not getattr(model, "_divide_by_initial_world_size", True):
             self._warn_of_join()
-        if not runtime.averages_models:
+        if not runtime.bound.averages_models:
             return
         bound = cast("AveragesModels", runtime.bound)
         is_local = bound.is_local(step)

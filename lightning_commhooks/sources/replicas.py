@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_commhooks.basics.copies import NotCopied
 from lightning_commhooks.collectives.averaging import own_part
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Slot
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.layout import Layout
@@ -137,7 +136,7 @@ class _Unit:
         assert runtime is not None
 
         def average() -> None:
-            if averages_models(runtime.bound):
+            if runtime.bound.averages_models:
                 self._check_parameters(runtime.name)
             # Rows that fill shares up to the same size are in no bucket.
             flat = share if parts[0].numel() == share.numel() else torch.cat(parts)
@@ -366,7 +365,7 @@ class Replicas(Source):
         self.layout = Layout(model, others, ignores_root=True)
 
     def connect(self, model: nn.Module, runtime: Runtime) -> None:
-        if averages_models(runtime.bound) and not all(map(self._has_replicas, param_groups(model))):
+        if runtime.bound.averages_models and not all(map(self._has_replicas, param_groups(model))):
             raise ValueError(
                 f"hook={runtime.name!r} averages models, and some parameters have replicas among other ranks, or "
                 "none: use a hook of gradients"
@@ -384,7 +383,7 @@ class Replicas(Source):
             self._within.connect(model)
         for unit in self._units:
             unit.connect(runtime)
-        if averages_models(runtime.bound):
+        if runtime.bound.averages_models:
             local = runtime.local
             before = torch.compiler.disable(lambda model, inputs: local.before_forward(model.training))
             # Before FSDP2's own, which gathers the parameters.

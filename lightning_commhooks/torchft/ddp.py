@@ -15,7 +15,6 @@ from torchft.process_group import ProcessGroupDummy
 
 from lightning_commhooks.collectives.averaging import flat_view
 from lightning_commhooks.collectives.group import Group
-from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.interface.user_function import DDPHook
 from lightning_commhooks.runtime.attachment import Attachment
@@ -72,7 +71,7 @@ class ManagedDDP(DDPSource):
 
     def trampoline(self, runtime: Runtime, model: parallel.DistributedDataParallel) -> Trampoline:
         plainly, quorum = super().trampoline(runtime, model), self.quorum
-        if averages_models(runtime.bound):
+        if runtime.bound.averages_models:
             return plainly
 
         def trampoline(state: object, bucket: GradBucket) -> Future[Tensor]:

@@ -122,7 +122,7 @@ class Quorum(ChangingRanks):
         Raises:
             ValueError: the manager has a hook already, or a wrapper is around a hook that averages models.
         """
-        manager, averages = self._manager, averages_models(runtime.bound)
+        manager, averages = self._manager, runtime.bound.averages_models
         before = _attached.setdefault(manager, [])
         if any(not other.is_closed for other in before):
             raise ValueError("this manager has a model with a hook, and one is all it takes: put both in one module")
@@ -195,7 +195,7 @@ class Quorum(ChangingRanks):
             now = time.perf_counter()
             self._lost_seconds += now - self._last_commit
             self._last_commit, self._is_losing = now, False
-        if not averages_models(runtime.bound):
+        if not runtime.bound.averages_models:
             # Attempts that were not committed do not count, nor where a replica began.
             runtime.clock.steps = manager.current_step()
 
@@ -246,7 +246,7 @@ class Quorum(ChangingRanks):
         if self._received_state is not None:
             return 0
         # Where replicas step alone, their last common weights, if the hook keeps them.
-        averages = averages_models(self._runtime.bound)
+        averages = self._runtime.bound.averages_models
         weights = self._runtime.local.common_model() if averages else self._runtime.layout.trained
         return 1 + digest_of(weights.values())
 

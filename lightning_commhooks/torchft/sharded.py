@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_commhooks.collectives.errors import HookError
-from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import CommHook
 from lightning_commhooks.runtime.engine import CLOSED
 from lightning_commhooks.runtime.passes import current_backward
@@ -68,7 +67,7 @@ class ManagedReplicas(Replicas):
     def average_unit(self, runtime: Runtime, average: Callable[[], None]) -> None:
         if runtime.is_closed:
             raise HookError(CLOSED)
-        if averages_models(runtime.bound):
+        if runtime.bound.averages_models:
             super().average_unit(runtime, average)
             return
         backward = current_backward()

@@ -19,7 +19,6 @@ from lightning_commhooks.collectives.steps import Steps
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
 from lightning_commhooks.hooks.allreduce import AllReduce
 from lightning_commhooks.hooks.noop import Noop
-from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.bucket import Bucket
 from lightning_commhooks.interface.checks import check_integer
 from lightning_commhooks.interface.error_sample import DEFAULT_NUMEL, ErrorSampler
@@ -119,7 +118,7 @@ class _BoundAuto(BoundSwitch):
     def __init__(self, config: Auto, group: Group) -> None:
         super().__init__(dict(enumerate(config.inner_hooks)), group)
         for key, phase in self._phases.items():
-            if averages_models(phase):
+            if phase.averages_models:
                 raise ValueError(f"hook='auto': candidate {self._hooks[key].name!r} {_AVERAGES_MODELS}")
         self._config = config
         # A single rank has nothing to choose.

@@ -101,7 +101,7 @@ class _BoundPerParameter(BoundWrapper):
         self._configs = config.inner_hooks
         self._hooks = [hook.bind(group) for hook in self._configs]
         super().__init__(self._hooks, dict(enumerate(self._configs)))
-        self.mixes_averages = self.mixes_averages or len({averages_models(hook) for hook in self._hooks}) > 1
+        self.mixes_averages = self.mixes_averages or len({hook.averages_models for hook in self._hooks}) > 1
         self.average_buffers = common_choice_of_buffers(self._hooks, "PerParameter")
         self._found: dict[str, int] = {}
         # Parameters with averaged gradients in steps in which other parameters were local. Ranks clip gradients by
