@@ -97,6 +97,9 @@ class Source(ABC):
             yield same
             for one in values:
                 one |= same
+            if self.shard and self.process_group.size() > 1:
+                # Gradients of different shards have nothing in common.
+                values[-1]["the shard [index, number] in replicate_group=mesh['replicas'].get_group()"] = self.shard
 
     @abstractmethod
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:

@@ -184,6 +184,9 @@ def on_one_dimension(rank, world):
         mesh = mesh_of_two()
         expected = train(sharded(mesh), num_steps=4)
         named = sharded(mesh["shards"])
+        for wrong in (mesh["shards"].get_group(), dist.group.WORLD):
+            with pytest.raises(ValueError, match=r"the shard .* in replicate_group=.* must be the same on all ranks"):
+                lc.attach(named, "allreduce", replicate_group=wrong)
         lc.attach(named, "allreduce", replicate_group=mesh["replicas"].get_group())
         found["named"] = difference(train(named, num_steps=4), expected)
         whole = init_device_mesh("cpu", (world,))
