@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +22,7 @@ from lightning_commhooks.lightning.refusals import (
 )
 from lightning_commhooks.runtime.attachment import Attachment
 from lightning_commhooks.sources.attach import attach, check_values
-from lightning_commhooks.sources.ddp import check_even, hook_name, resolve_hook
+from lightning_commhooks.sources.ddp import DDPSource, check_even, hook_name, resolve_hook
 from lightning_commhooks.torchft.fault_tolerance import FaultTolerance, check_fault_tolerance
 from lightning_commhooks.wrappers.hook_name import HookName
 from lightning_commhooks.wrappers.scale import Accumulation
@@ -179,6 +179,11 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 loss_divided_by=self._loss_divided_by,
                 **({} if self._replica is None else self._replica.attach_options),
             )
+        self._source = cast("DDPSource", self._attachment.runtime.source)
+        self._source.wraps_again = (
+            "The next training_step averages them if they require gradients when it begins: unfreeze them before it, "
+            "such as in on_train_batch_start()"
+        )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -218,6 +223,12 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 self._wrap_again()
             self._show_forecast(self._attachment)
         return super().training_step(*args, **kwargs)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Warn of parameters that `training_step` has unfrozen for this backward only."""
+        super().post_backward(closure_loss)
+        if self._attachment is not None and not self._attachment.is_closed:
+            self._source.warn_of_unfrozen()
 
     def _wrap_again(self) -> None:
         assert self._attachment is not None

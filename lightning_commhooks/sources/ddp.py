@@ -70,7 +70,11 @@ def hook_name(hook: CommHook | DDPHook) -> str:
 
 
 class DDPSource(Source):
-    """The reducer of a DDP model, which accepts one hook and cannot remove it."""
+    """The reducer of a DDP model, which accepts one hook and cannot remove it.
+
+    Attributes:
+        wraps_again: advice for parameters that are unfrozen later.
+    """
 
     refused: ClassVar[Mapping[str, str]] = {
         "replicate_group": "is for fully_shard: DistributedDataParallel averages over its own process_group",
@@ -79,6 +83,7 @@ class DDPSource(Source):
         "shard_hook": "is for fully_shard: DistributedDataParallel shards nothing",
     }
     kept = ("hook_state", "accumulation")
+    wraps_again = "Wrap the module again and give the new wrapper to Attachment.move_to()"
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         super().__init__(process_group)
@@ -161,7 +166,7 @@ class DDPSource(Source):
         flat, index, is_last = bucket.buffer(), bucket.index(), bucket.is_last()
         slots = self.layout.slots(bucket.parameters(), flat.numel())
         if index == 0 and self._has_frozen:
-            self._warn_of_unfrozen()
+            self.warn_of_unfrozen()
         step = runtime.clock.step_of(index, is_last, self._skips_last)
         unused = None
         if self._used is not None:
@@ -218,14 +223,15 @@ class DDPSource(Source):
             stacklevel=2,
         )
 
-    def _warn_of_unfrozen(self) -> None:
+    def warn_of_unfrozen(self) -> None:
+        """Warn once of trained parameters that DDP does not know."""
         # Called once per backward, because there may be thousands of frozen parameters.
         if "unfrozen" not in self._warned and (names := self.layout.unfrozen()):
             self._warned.add("unfrozen")
             warnings.warn(
                 f"{len(names)} parameters are trained now that were frozen when the model was wrapped in "
                 f"DistributedDataParallel, {names[0]!r} first: DDP does not average their gradients and ranks diverge. "
-                "Wrap the module again and give the new wrapper to Attachment.move_to()",
+                f"{self.wraps_again}",
                 stacklevel=2,
             )
 

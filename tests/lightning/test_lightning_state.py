@@ -127,7 +127,8 @@ def test_checkpoints_of_other_strategies(mismatched):
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("others"), "finetuning", "unfrozen_in_step", "mixed", "other_model", "tuned")
+    scenarios = "finetuning", "unfrozen_in_step", "frozen_between_steps", "mixed", "other_model", "tuned"
+    return launch(tmp_path_factory.mktemp("others"), *scenarios)
 
 
 def test_layers_that_a_callback_unfreezes_are_averaged(others):
@@ -139,6 +140,13 @@ def test_layers_that_a_callback_unfreezes_are_averaged(others):
 
 def test_layers_that_a_step_unfreezes_are_averaged_with_their_optimizer_state(others):
     assert others.both("unfrozen-in-step")["metrics"]["steps"] == 12
+
+
+def test_layers_that_a_step_unfreezes_have_a_warning(others):
+    """In a step before the model is wrapped again, and in all steps that freeze them again; on two ranks."""
+    advice = "first: DDP does not average their gradients and ranks diverge. The next training_step averages them if"
+    assert others.stderr.count(f"'net.0.weight' {advice}") == 4
+    assert "move_to" not in others.stderr
 
 
 def test_mixed_precision_supplies_its_scaler(others):

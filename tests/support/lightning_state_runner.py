@@ -153,6 +153,31 @@ def unfrozen_in_step():
     resumable("unfrozen-in-step", CompressedDDP(hook="allreduce"), module=UnfrozenInStep, save=False, epochs=3)
 
 
+class FrozenBetweenSteps(Classifier):
+    """Trains the first layers within each `training_step` only, in a backward of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.net[:4].requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for is_last in (False, True):
+            self.net[:4].requires_grad_(is_last)
+            self.net[4:].requires_grad_(not is_last)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+        self.net.requires_grad_(True)
+        self.net[:4].requires_grad_(False)
+
+
+def frozen_between_steps():
+    strategy = CompressedDDP(hook="allreduce", find_unused_parameters=True)
+    resumable("frozen-between-steps", strategy, module=FrozenBetweenSteps, save=False, epochs=1)
+
+
 class Overflows(Classifier):
     """The loss of one batch is infinite on one rank."""
 
