@@ -23,7 +23,7 @@ DDPHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 _FUTURE = torch.futures.Future[torch.Tensor]
 _STOCK = "torch.distributed.algorithms.ddp_comm_hooks"
 _REPLACED_ON_GLOO = {
-    f"{_STOCK}.powerSGD_hook.powerSGD_hook": ("aborts as soon as DDP has two buckets", "powersgd"),
+    f"{_STOCK}.powerSGD_hook.powerSGD_hook": ("hangs or aborts as soon as DDP has two buckets", "powersgd"),
     f"{_STOCK}.powerSGD_hook.batched_powerSGD_hook": ("fails on an assertion", "batched_powersgd"),
     f"{_STOCK}.quantization_hooks.quantization_pertensor_hook": ("runs on CUDA only", "bf16"),
     f"{_STOCK}.quantization_hooks.quantization_perchannel_hook": ("runs on CUDA only", "bf16"),

@@ -284,7 +284,7 @@ class Forecaster:
             text = f"{what}, and models are averaged {often} {text_of_steps(num)}"
             return f"from step {self._changed_at:,} {of}, {text}; {sent.times} in {steps}"
         text = f"{what} from step {self._changed_at:,} {of}; {sent.times}"
-        if total is None or abs(1 / total.ratio - 1 / sent.ratio) < 0.02:
+        if total is None or abs(total.ratio / sent.ratio - 1) < 0.05:
             return text
         return f"{text} then, {total.ratio:.3g}x over the {'rest of the ' if self._first else ''}run"
 
