@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -139,9 +140,11 @@ def attach(
         same["whether num_steps is given"] = num_steps is not None
         same |= {name: source.hooks.get(name) for name in ("shard_hook", "gather_hook")}
         same["gather_differences"] = gather_differences
-    runtime = Runtime(config, source, grad_scaler, divided_by)
-    attachment = Attachment(runtime, exact_state)
-    try:
+    with ExitStack() as on_failure:
+        with source.agreeing(ATTACH):
+            runtime = Runtime(config, source, grad_scaler, divided_by)
+            on_failure.callback(runtime.close)
+        attachment = Attachment(runtime, exact_state)
         with source.agreeing(ATTACH):
             if optimizers is not None and not callable(optimizers):
                 if not isinstance(optimizers, Iterable):
@@ -155,9 +158,7 @@ def attach(
             runtime.local.set_optimizers(optimizers)
         if num_steps is not None:
             runtime.expect(num_steps)
-    except BaseException:
-        runtime.close()
-        raise
+        on_failure.pop_all()
     if runtime.is_alone and not isinstance(config, UserFunction):
         # An outer optimizer, such as DiLoCo's, works in one process too.
         what = "averages" if attachment.averages_models else "does"

@@ -35,6 +35,16 @@ class Failing(lc.CommHook):
         return _BoundFailing(group)
 
 
+class Quiet(Failing):
+    """Sends nothing in `bind`, where another rank would notice that one is lost."""
+
+    name = "quiet"
+
+    def bind(self, group):
+        fail_at("bind")
+        return _BoundFailing(group)
+
+
 class _BoundFailing(lc.AveragesModels):
     has_memory = True
 
@@ -96,6 +106,11 @@ def attach(process_group, model=None, hook="failing", **options):
 def in_attach(group):
     yield None
     attach(group)
+
+
+def in_attach_of_quiet(group):
+    yield None
+    attach(group, hook=Quiet())
 
 
 def in_attach_by_argument(group):
@@ -216,6 +231,7 @@ PLACES = {
     "constructor": in_attach,
     "attach": in_attach_by_argument,
     "bind": in_attach,
+    "bind without collectives": in_attach_of_quiet,
     "check_parameters": in_attach,
     "optimizers": in_the_optimizers_of_attach,
     "reduce": in_a_step,
