@@ -179,8 +179,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
                 loss_divided_by=self._loss_divided_by,
                 **({} if self._replica is None else self._replica.attach_options),
             )
-        self._source = cast("DDPSource", self._attachment.runtime.source)
-        self._source.wraps_again = (
+        cast("DDPSource", self._attachment.runtime.source).wraps_again = (
             "The next training_step averages them if they require gradients when it begins: unfreeze them before it, "
             "such as in on_train_batch_start()"
         )
@@ -228,7 +227,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
         """Warn of parameters that `training_step` has unfrozen for this backward only."""
         super().post_backward(closure_loss)
         if self._attachment is not None and not self._attachment.is_closed:
-            self._source.warn_of_unfrozen()
+            cast("DDPSource", self._attachment.runtime.source).warn_of_unfrozen()
 
     def _wrap_again(self) -> None:
         assert self._attachment is not None
