@@ -99,6 +99,10 @@ def parse(spec: str) -> list[tuple[str, CommHook]]:
             texts[-1] += ("," if ":" in texts[-1] else ":") + token
         else:
             texts.append(token)
+    if not texts:
+        raise ValueError(
+            f"--hooks {spec!r} names no hook: write --hooks int8,powersgd, or leave it out for the usual ones"
+        )
     return [(text, _hook(text)) for text in texts if text not in (DENSE, NOOP)]
 
 
