@@ -205,6 +205,7 @@ class LocalSteps:
             )
         self._reports = True
         self._after_step(optimizer, self._steps.after(optimizer, {}))
+        self._stepped_at[optimizer] = self._runtime.counters.steps
 
     def _after_own_step(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         if self._only_creates_state(optimizer):
@@ -212,9 +213,9 @@ class LocalSteps:
                 end_ignoring()
             self._end_ignoring = []
             return
-        self._stepped_at[optimizer] = self._runtime.counters.steps
         for ended, verdict in self._steps.end(optimizer, options):
             self._after_step(ended, verdict)
+        self._stepped_at[optimizer] = self._runtime.counters.steps
 
     def _after_step(self, optimizer: Optimizer, verdict: Verdict) -> None:
         stepped = self.models.stepped(optimizer, self._runtime.clock.steps - 1)
@@ -222,6 +223,16 @@ class LocalSteps:
             return
         self._last_reported = self._runtime.clock.steps
         self._refuse_within_block()
+        if verdict is not False and self._is_unsynchronized(optimizer, stepped.step):
+            # The hook does not know that ranks differ.
+            self.models.diverge(stepped)
+            when = "after each such step" if stepped.step >= 0 else "only after the first backward without it"
+            self._warn_once(
+                "unsynchronized",
+                f"hook {self._runtime.name!r}: an optimizer stepped after a backward in no_sync(), before local steps "
+                f"have begun. Ranks differ, and models are averaged {when}. Leave no_sync() out: the hook sends "
+                "nothing in local steps",
+            )
         with self._runtime.counters.timing.wait():
             with self._runtime.aborting():
                 counted = dataclasses.replace(stepped, num_steps=self._num_counted(stepped, verdict))
@@ -230,6 +241,13 @@ class LocalSteps:
                 self._runtime.call(lambda: self._report(counted), True)
             else:
                 quorum.average(counted, lambda: self._runtime.call(lambda: self._report(counted), True))
+
+    def _is_unsynchronized(self, optimizer: Optimizer, step: int) -> bool:
+        """Return whether ranks have averaged no gradients since this optimizer's last step, where they should have."""
+        runtime = self._runtime
+        if runtime.passes.last_synchronizes or self._stepped_at.get(optimizer, 0) != runtime.counters.steps:
+            return False
+        return step < 0 or not runtime.bound.is_local(step)
 
     def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
         """Return the number of steps to count now, rank-uniform: 0 until a decision depends on it.

@@ -186,6 +186,7 @@ class Passes:
     Attributes:
         is_ambiguous: whether several backwards followed several forwards without a tensor in their outputs, so that
             their micro-batches cannot be counted.
+        last_synchronizes: whether the backward of the last forward that trains averages gradients.
     """
 
     def __init__(self, clock: StepClock) -> None:
@@ -195,6 +196,7 @@ class Passes:
         self._not_synchronized: Callable[[], None] | None = None
         # Step count when the last forward that synchronizes ended: DDP averages only the next backward.
         self._steps_of_forward = -1
+        self.last_synchronizes = True
         self.restart()
 
     def restart(self) -> None:
@@ -252,6 +254,7 @@ class Passes:
         self._not_synchronized = None
 
     def _follow(self, outputs: object, synchronizes: bool) -> None:
+        self.last_synchronizes = synchronizes
         if synchronizes:
             self._steps_of_forward = self._clock.steps
         if not self._has_begun:

@@ -110,7 +110,7 @@ def test_a_bucket_that_one_rank_does_not_use():
     ],
 )
 def test_the_cause_of_a_failure_comes_first(hook, text):
-    with pytest.raises(BrokenRule) as caught, Processes(2, seconds=10) as run:
+    with pytest.raises(BrokenRule) as caught, Processes(2, seconds=60) as run:
         check_rule(BY_NAME["ranks_agree_on_the_mean"], run, Case(hook()), 2)
     title_line, _, ranks = str(caught.value).partition("\nrank ")
     assert title_line.endswith("up to the stated error")

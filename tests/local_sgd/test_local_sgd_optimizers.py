@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import warnings
 import weakref
 
 import pytest
@@ -16,11 +17,14 @@ from local_sgd_driver import (
     same,
     snapshot,
 )
+from pool import ignoring
 from test_local_sgd import batch, loss, make_model, make_optimizers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import lightning_commhooks as lc
+
+NOT_SYNCHRONIZED = "an optimizer stepped after a backward in no_sync()"
 
 
 def train(rank, world, hook, kind="momentum", steps=12, clip=None, optimizers="given"):
@@ -209,7 +213,10 @@ def first_backward_alone(rank, world, hook):
     """The average after 9 steps whose first backward is not synchronized, and the model after `average_weights()`."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with local(model, hook, [optimizer]) as (ddp, attachment):
+    with (
+        ignoring("hook .*: an optimizer stepped after a backward"),
+        local(model, hook, [optimizer]) as (ddp, attachment),
+    ):
         for step in range(10):
             optimizer.zero_grad()
             with ddp.no_sync() if step == 0 else contextlib.nullcontext():
@@ -228,3 +235,45 @@ def test_a_step_before_the_first_synchronized_backward(run, method):
     assert num == 3
     assert same(shown, shown_there)
     assert same(ended, ended_there)
+
+
+def without_synchronized_backwards(rank, world, hook, first):
+    """The model after each step and after `average_weights()`, and warnings; from step `first` on in `no_sync()`."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trajectory = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with local(model, hook, [optimizer]) as (ddp, attachment):
+            for step in range(8):
+                optimizer.zero_grad()
+                with ddp.no_sync() if step >= first else contextlib.nullcontext():
+                    loss(ddp, batch(rank, step, "both"), "both").backward()
+                optimizer.step()
+                trajectory.append(snapshot(model, []))
+            attachment.average_weights()
+            trajectory.append(snapshot(model, []))
+    return trajectory, [str(warning.message) for warning in caught if NOT_SYNCHRONIZED in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("first", "alike", "when"),
+    [
+        (0, 0, ["only after the first backward without it"]),
+        (4, 8, ["after each such step"]),
+        (5, 4, []),
+    ],
+)
+@pytest.mark.parametrize("method", ["post", "diloco"])
+def test_local_steps_without_synchronized_backwards(run, method, first, alike, when):
+    """Local steps begin after step 4; the hook does not know that if no synchronized backward comes after it."""
+    options = {**ALONE, "start_localSGD_iter": 4}
+    here, there = run(without_synchronized_backwards, METHODS[method][0](period=3, **options), first)
+    (trajectory, told), (trajectory_there, told_there) = here, there
+    is_alike = [same(a, b) for a, b in zip(trajectory, trajectory_there, strict=True)]
+    assert is_alike[:alike] == [True] * alike
+    assert is_alike[alike:-1].count(False) >= 2 * (alike < 8)
+    assert is_alike[-1], "after average_weights()"
+    for texts in (told, told_there):
+        assert len(texts) == len(when)
+        assert all(f"models are averaged {part}" in text for part, text in zip(when, texts, strict=True))
