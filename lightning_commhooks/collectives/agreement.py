@@ -187,7 +187,7 @@ def _named(process_group: dist.ProcessGroup, ranks: list[int]) -> str:
 def _what_to_write(operation: str) -> str:
     if operation == ATTACH:
         return f"Call it on every rank, not under `if rank == 0:`. If a rank has to be that late, set {_PATIENCE}"
-    return "Call it on every rank, and write files under `if rank == 0:` after that"
+    return "Call it on every rank after the same number of steps, and write files under `if rank == 0:` after that"
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 import warnings
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_commhooks.interface.models import parameters_of, version_of
 from lightning_commhooks.runtime.finite_steps import OnHost
 
+_DYNAMO = os.path.join("torch", "_dynamo")
 _SHARDED = "keeps its state in shards and exchanges parameters itself at every step, so ranks cannot step alone"
 _REFUSED = {
     "ZeroRedundancyOptimizer": f"{_SHARDED}; use the optimizer that it wraps",
@@ -54,10 +56,21 @@ def register_step_hooks(
             "average those. Average before: Attachment.average_weights()",
             stacklevel=3,
         )
+    # A step may be compiled.
     return [
-        optimizer.register_step_pre_hook(lambda stepping, *_: before(stepping, sys._getframe(1))),
-        optimizer.register_step_post_hook(lambda stepping, args, options: after(stepping, options)),
+        optimizer.register_step_pre_hook(torch.compiler.disable(lambda stepping, *_: before(stepping, _caller()))),
+        optimizer.register_step_post_hook(
+            torch.compiler.disable(lambda stepping, args, options: after(stepping, options))
+        ),
     ]
+
+
+def _caller() -> FrameType:
+    """Return the frame that called the hook that calls this function, not a frame of `torch.compiler.disable`."""
+    frame = sys._getframe(2)
+    while _DYNAMO in frame.f_code.co_filename and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

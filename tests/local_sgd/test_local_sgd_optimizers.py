@@ -277,3 +277,34 @@ def test_local_steps_without_synchronized_backwards(run, method, first, alike, w
     for texts in (told, told_there):
         assert len(texts) == len(when)
         assert all(f"models are averaged {part}" in text for part, text in zip(when, texts, strict=True))
+
+
+def compiled_steps(rank, world):
+    """The model after 8 steps of a compiled function and of a plain one, and warnings."""
+    torch._dynamo.reset()
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for compiles in (True, False):
+            model = make_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            step = (
+                torch.compile(lambda optimizer=optimizer: optimizer.step(), backend="eager")
+                if compiles
+                else optimizer.step
+            )
+            with local(model, METHODS["post"][0](period=3, **ALONE), [optimizer]) as (ddp, attachment):
+                for number in range(8):
+                    optimizer.zero_grad()
+                    loss(ddp, batch(rank, number, "both"), "both").backward()
+                    step()
+                found.append((snapshot(model, [optimizer]), attachment.metrics()["averagings"]))
+    return found, [text for warning in caught if "ynamo" in (text := str(warning.message))]
+
+
+def test_a_compiled_step(run):
+    for ((compiled, num), (plain, num_plain)), texts in run(compiled_steps):
+        assert num == num_plain == 2
+        for name, value in plain.items():
+            torch.testing.assert_close(compiled[name], value)
+        assert texts == []
