@@ -400,7 +400,7 @@ MUTATIONS = [
     Mutation(
         "own_models_for_averaged_gradients",
         f"{PACKAGE}/runtime/checkpoint.py",
-        'own_models = saved["models"] if reader.is_exact and averages_models(bound) else None',
+        'own_models = saved["models"] if reader.is_exact and bound.averages_models else None',
         'own_models = saved["models"] if reader.is_exact else None',
         "A hook that averages gradients continues from another model on each rank.",
         "tests/local_sgd/test_local_sgd_state.py -k 'less_or_more'",

@@ -196,6 +196,8 @@ OF_FSDP2 = (
 )
 TORCH = {
     "torch._C._current_graph_task_id": _task_has_an_id,
+    # Where the frame lies that calls a function of `torch.compiler.disable`.
+    "._dynamo": lambda: "_dynamo" in torch.compiler.disable(lambda: sys._getframe(1).f_code.co_filename)(),
     "torch._dynamo.utils.counters": lambda: isinstance(
         resolve("torch._dynamo.utils.counters")["inductor"]["fxgraph_cache_miss"], int
     ),
