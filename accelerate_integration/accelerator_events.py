@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -160,9 +161,11 @@ class AcceleratorEvents:
             )
         if kind == DistributedType.NO and not self._has_warned:
             self._has_warned = True
+            started = int(os.environ.get("WORLD_SIZE", 1))
+            advice = f". {started} processes were started, and Accelerate finds no GPUs: write Accelerator(cpu=True)"
             warnings.warn(
                 f"CommHookKwargs(hook={self._hook!r}) does nothing: training runs in one process, and "
-                "handler.attachments stays empty",
+                f"handler.attachments stays empty{advice if started > 1 else ''}",
                 stacklevel=4,
             )
 

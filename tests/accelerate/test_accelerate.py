@@ -287,3 +287,10 @@ def test_one_worker_of_torchrun_accumulates(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ONE_WORKER)
     assert "DistributedDataParallel 4" in run_twice(script, num_processes=1, ACCELERATE_USE_CPU="true")
+
+
+def test_processes_that_accelerate_does_not_join(monkeypatch):
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs(hook="powersgd")])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"2 processes were started, .* write Accelerator\(cpu=True\)"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
