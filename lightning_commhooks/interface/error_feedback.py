@@ -63,7 +63,7 @@ class ErrorFeedback(BoundHook):
 
         Returns:
             the approximation, rank-uniform, and the part of `residual` that this rank has sent, both in the shape of
-            `residual`. The mean over ranks of the second has to equal the first: what is in neither is lost.
+            `residual`. The mean over ranks of the second has to equal the first, or the difference is lost.
         """
         raise NotImplementedError(f"{type(self).__name__} is to write average()")
 

@@ -446,7 +446,7 @@ class Runtime:
                 raise HookError(
                     f"{type(owner).__name__}({name}={start}) is a fraction of the run, and the number of training "
                     f"steps is unknown: give {name}= a step; or the number of synchronized backwards, by "
-                    "num_steps= beside hook=, or in Lightning by Trainer(max_steps=)"
+                    "num_steps= next to hook=, or in Lightning by Trainer(max_steps=)"
                 )
 
     def reset(self) -> None:
