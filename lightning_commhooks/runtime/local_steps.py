@@ -70,6 +70,8 @@ class LocalSteps:
         self._verdicts: dict[str, list[Verdict]] = {}
         # Number of backwards at each optimizer's last step.
         self._stepped_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        # Whether the present step follows no synchronized backward.
+        self._lacks_backward = False
         # Functions that end ignoring a step that only creates state.
         self._end_ignoring: list[Callable[[], None]] = []
         self.models = Models(group, self._optimizers, runtime.name)
@@ -186,6 +188,8 @@ class LocalSteps:
             self._end_ignoring = self.models.ignoring_changes()
             return
         self._steps.begin(optimizer, frame)
+        if not self._steps.is_nested:
+            self._lacks_backward = self._is_unsynchronized(optimizer)
         if self.models.shows_averages and self.models.stepped(optimizer, -1) is not None:
             self.hide_average()
             self._refuse_within_block()
@@ -204,8 +208,9 @@ class LocalSteps:
                 "after_optimizer_step() for optimizers that were not"
             )
         self._reports = True
-        self._after_step(optimizer, self._steps.after(optimizer, {}))
+        self._lacks_backward = self._is_unsynchronized(optimizer)
         self._stepped_at[optimizer] = self._runtime.counters.steps
+        self._after_step(optimizer, self._steps.after(optimizer, {}))
 
     def _after_own_step(self, optimizer: Optimizer, options: Mapping[str, Any]) -> None:
         if self._only_creates_state(optimizer):
@@ -213,9 +218,9 @@ class LocalSteps:
                 end_ignoring()
             self._end_ignoring = []
             return
+        self._stepped_at[optimizer] = self._runtime.counters.steps
         for ended, verdict in self._steps.end(optimizer, options):
             self._after_step(ended, verdict)
-        self._stepped_at[optimizer] = self._runtime.counters.steps
 
     def _after_step(self, optimizer: Optimizer, verdict: Verdict) -> None:
         stepped = self.models.stepped(optimizer, self._runtime.clock.steps - 1)
@@ -223,15 +228,15 @@ class LocalSteps:
             return
         self._last_reported = self._runtime.clock.steps
         self._refuse_within_block()
-        if verdict is not False and self._is_unsynchronized(optimizer, stepped.step):
-            # The hook does not know that ranks differ.
-            self.models.diverge(stepped)
-            when = "after each such step" if stepped.step >= 0 else "only after the first backward without it"
+        bound = self._runtime.bound
+        is_local = stepped.step >= 0 and bound.is_local(stepped.step)
+        if self._lacks_backward and verdict is not False and not is_local and bound.group.size > 1:
+            # Not averaged here: each rank decides by itself whether to take such a step.
             self._warn_once(
                 "unsynchronized",
-                f"hook {self._runtime.name!r}: an optimizer stepped after a backward in no_sync(), before local steps "
-                f"have begun. Ranks differ, and models are averaged {when}. Leave no_sync() out: the hook sends "
-                "nothing in local steps",
+                f"hook {self._runtime.name!r}: an optimizer stepped after a backward in no_sync(), before a "
+                "synchronized backward has begun local steps. Ranks differ, and the hook does not average them. Leave "
+                "no_sync() out: the hook sends nothing in local steps",
             )
         with self._runtime.counters.timing.wait():
             with self._runtime.aborting():
@@ -242,12 +247,10 @@ class LocalSteps:
             else:
                 quorum.average(counted, lambda: self._runtime.call(lambda: self._report(counted), True))
 
-    def _is_unsynchronized(self, optimizer: Optimizer, step: int) -> bool:
-        """Return whether ranks have averaged no gradients since this optimizer's last step, where they should have."""
-        runtime = self._runtime
-        if runtime.passes.last_synchronizes or self._stepped_at.get(optimizer, 0) != runtime.counters.steps:
-            return False
-        return step < 0 or not runtime.bound.is_local(step)
+    def _is_unsynchronized(self, optimizer: Optimizer) -> bool:
+        """Return whether no backward since this optimizer's last step was synchronized, and the last was not."""
+        is_first = self._stepped_at.get(optimizer, 0) != self._runtime.counters.steps
+        return not (is_first or self._runtime.passes.last_synchronizes)
 
     def _num_counted(self, stepped: OptimizerStep, verdict: Verdict) -> int:
         """Return the number of steps to count now, rank-uniform: 0 until a decision depends on it.
@@ -394,6 +397,11 @@ class LocalSteps:
         if is_local and 0 <= self._last_reported < step and not ranks_change:
             # Perhaps an optimizer that the hook does not know has stepped.
             models.diverged.update(models.layout.trained)
+        if not (is_local or ranks_change or self._runtime.passes.last_synchronizes):
+            # Perhaps an optimizer has stepped since the last synchronized backward.
+            for optimizer in self._optimizers.values():
+                if (stepped := models.stepped(optimizer, step)) is not None:
+                    models.diverge(stepped)
         if not ranks_change and (everything or models.may_differ or models.diverged):
             self._runtime.begin_together(what)
         else:  # nothing is sent

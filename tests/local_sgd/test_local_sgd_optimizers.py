@@ -238,7 +238,10 @@ def test_a_step_before_the_first_synchronized_backward(run, method):
 
 
 def without_synchronized_backwards(rank, world, hook, first):
-    """The model after each step and after `average_weights()`, and warnings; from step `first` on in `no_sync()`."""
+    """The model after each step and after `average_weights()`, and warnings; from step `first` on in `no_sync()`.
+
+    Rank 1 skips a step, as a `GradScaler` lets it.
+    """
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trajectory = []
@@ -249,7 +252,8 @@ def without_synchronized_backwards(rank, world, hook, first):
                 optimizer.zero_grad()
                 with ddp.no_sync() if step >= first else contextlib.nullcontext():
                     loss(ddp, batch(rank, step, "both"), "both").backward()
-                optimizer.step()
+                if first > 4 or (rank, step) != (1, 6):
+                    optimizer.step()
                 trajectory.append(snapshot(model, []))
             attachment.average_weights()
             trajectory.append(snapshot(model, []))
@@ -257,26 +261,20 @@ def without_synchronized_backwards(rank, world, hook, first):
 
 
 @pytest.mark.parametrize(
-    ("first", "alike", "when"),
-    [
-        (0, 0, ["only after the first backward without it"]),
-        (4, 8, ["after each such step"]),
-        (5, 4, []),
-    ],
+    ("first", "alike", "num"),
+    [(0, 0, 1), (4, 4, 1), (5, 4, 0)],
 )
 @pytest.mark.parametrize("method", ["post", "diloco"])
-def test_local_steps_without_synchronized_backwards(run, method, first, alike, when):
+def test_local_steps_without_synchronized_backwards(run, method, first, alike, num):
     """Local steps begin after step 4; the hook does not know that if no synchronized backward comes after it."""
     options = {**ALONE, "start_localSGD_iter": 4}
     here, there = run(without_synchronized_backwards, METHODS[method][0](period=3, **options), first)
     (trajectory, told), (trajectory_there, told_there) = here, there
     is_alike = [same(a, b) for a, b in zip(trajectory, trajectory_there, strict=True)]
     assert is_alike[:alike] == [True] * alike
-    assert is_alike[alike:-1].count(False) >= 2 * (alike < 8)
+    assert is_alike[alike:-1].count(False) >= 2
     assert is_alike[-1], "after average_weights()"
-    for texts in (told, told_there):
-        assert len(texts) == len(when)
-        assert all(f"models are averaged {part}" in text for part, text in zip(when, texts, strict=True))
+    assert [len(told), len(told_there)] == [num, num]
 
 
 def compiled_steps(rank, world):
