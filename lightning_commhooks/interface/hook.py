@@ -159,8 +159,8 @@ class BoundHook(ABC):
         is_stated = any("has_memory" in vars(base) for base in cls.__mro__ if base is not BoundHook)
         if "end_step" in vars(cls) and not is_stated:
             raise TypeError(
-                f"{cls.__name__} has an end_step(), called only for hooks with memory: write `has_memory = True` "
-                "in the class"
+                f"{cls.__name__} has an end_step(), called only for hooks with memory: write `has_memory = True` in "
+                "the class, which an instance may set to False"
             )
 
     def __init__(self, group: Group) -> None:

@@ -70,8 +70,8 @@ class LocalSteps:
         self._verdicts: dict[str, list[Verdict]] = {}
         # Number of backwards at each optimizer's last step.
         self._stepped_at: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        # Whether the present step follows no synchronized backward.
-        self._lacks_backward = False
+        # Whether the present step follows no synchronized backward, and whether any did since the last average.
+        self._lacks_backward = self._unsynchronized = False
         # Functions that end ignoring a step that only creates state.
         self._end_ignoring: list[Callable[[], None]] = []
         self.models = Models(group, self._optimizers, runtime.name)
@@ -230,8 +230,9 @@ class LocalSteps:
         self._refuse_within_block()
         bound = self._runtime.bound
         is_local = stepped.step >= 0 and bound.is_local(stepped.step)
-        if self._lacks_backward and verdict is not False and not is_local and bound.group.size > 1:
+        if self._lacks_backward and not is_local and bound.group.size > 1:
             # Not averaged here: each rank decides by itself whether to take such a step.
+            self._unsynchronized = True
             self._warn_once(
                 "unsynchronized",
                 f"hook {self._runtime.name!r}: an optimizer stepped after a backward in no_sync(), before a "
@@ -325,6 +326,7 @@ class LocalSteps:
             self.models.show_common_(self.common_model(), permanently=True)
         else:
             self._runtime.call(lambda: self.models.average_permanently_(everything))
+            self._unsynchronized = False
         self._runtime.source.weights_replaced()
 
     def average_state(self, optimizer: Optimizer, everything: bool = False) -> None:
@@ -397,8 +399,7 @@ class LocalSteps:
         if is_local and 0 <= self._last_reported < step and not ranks_change:
             # Perhaps an optimizer that the hook does not know has stepped.
             models.diverged.update(models.layout.trained)
-        if not (is_local or ranks_change or self._runtime.passes.last_synchronizes):
-            # Perhaps an optimizer has stepped since the last synchronized backward.
+        if self._unsynchronized and not (is_local or ranks_change):
             for optimizer in self._optimizers.values():
                 if (stepped := models.stepped(optimizer, step)) is not None:
                     models.diverge(stepped)

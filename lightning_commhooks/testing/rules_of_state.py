@@ -146,13 +146,14 @@ def _through_a_file(state: Any) -> Any:
 
 
 def _kinds_not_in_kept(rank: int, world: int, hook: CommHook) -> set[str]:
-    """Return the kinds of memory after a step that the hook's `kept` does not name."""
+    """Return the kinds of memory in a state that the hook's `kept` does not name."""
     with attached(hook) as (ddp, attachment):
-        backward(ddp, full_rank_gradients(rank, 0, SHAPES))
-        bound = attachment.bound
+        for step in range(2):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+        bound, state = attachment.bound, attachment.state_dict()["hook"]["state"]
         assert bound is not None
-        memory = {name: entry for name, entry in bound.memory.items() if name in SHAPES}
-        return {kind for name, entry in memory.items() for kind in entry.keys() - bound.kept([SHAPES[name]]).keys()}
+        saved = {name: entry for name, entry in state.get("entries", {}).items() if name in SHAPES}
+        return {kind for name, entry in saved.items() for kind in entry.keys() - bound.kept([SHAPES[name]]).keys()}
 
 
 _STEPS, _STOP = 8, 3

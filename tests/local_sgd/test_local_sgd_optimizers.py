@@ -277,6 +277,27 @@ def test_local_steps_without_synchronized_backwards(run, method, first, alike, n
     assert [len(told), len(told_there)] == [num, num]
 
 
+def look_alone(rank, world):
+    """The number of averages after two steps, a forward of one rank in `no_sync()`, and an evaluation by all."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = METHODS["post"][0](period=3, **{**ALONE, "start_localSGD_iter": 99})
+    with local(model, hook, [optimizer]) as (ddp, attachment):
+        for step in range(2):
+            optimizer.zero_grad()
+            loss(ddp, batch(rank, step, "both"), "both").backward()
+            optimizer.step()
+        if rank == 0:
+            with ddp.no_sync():
+                loss(ddp, batch(rank, 2, "both"), "both")
+        with attachment.averaged_weights():
+            return attachment.metrics()["averagings"]
+
+
+def test_a_forward_of_one_rank_decides_nothing(run):
+    assert run(look_alone) == [0, 0]
+
+
 def compiled_steps(rank, world):
     """The model after 8 steps of a compiled function and of a plain one, and warnings."""
     torch._dynamo.reset()
