@@ -152,7 +152,9 @@ def _kinds_not_in_kept(rank: int, world: int, hook: CommHook) -> set[str]:
             backward(ddp, full_rank_gradients(rank, step, SHAPES))
         bound, state = attachment.bound, attachment.state_dict()["hook"]["state"]
         assert bound is not None
-        saved = {name: entry for name, entry in state.get("entries", {}).items() if name in SHAPES}
+        # The memory of a wrapper is that of the hooks inside.
+        own = bound.memory.keys() & SHAPES.keys()
+        saved = {name: entry for name, entry in state.get("entries", {}).items() if name in own}
         return {kind for name, entry in saved.items() for kind in entry.keys() - bound.kept([SHAPES[name]]).keys()}
 
 
