@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import NoneType
@@ -178,7 +178,7 @@ class AcceleratorEvents:
 
     def drop_freed(self) -> None:
         """Leave models out of checkpoints that were freed, once others have taken their place."""
-        self._tell(self.attachments.drop_freed(self.accelerator._models))
+        self.tell(map(closing_line, self.attachments.drop_freed(self.accelerator._models)))
 
     def backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for attachment in self.attachments.open() if self.tells_forecast else ():
@@ -222,12 +222,13 @@ class AcceleratorEvents:
 
     def tell_what_was_sent(self) -> None:
         """Show one line on all of training for each model, on the main process, unless a monitor does."""
-        self._tell(self.attachments.open())
+        self.tell(map(closing_line, self.attachments.open()))
 
-    def _tell(self, attachments: Sequence[Attachment]) -> None:
+    def tell(self, lines: Iterable[str | None]) -> None:
+        """Show lines on the main process."""
         accelerator = self._accelerator()
         if accelerator is not None and accelerator.is_main_process:
-            for line in filter(None, map(closing_line, attachments)):
+            for line in filter(None, lines):
                 announce(line)
 
     def save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -94,9 +94,9 @@ class CommHookTracker:
         # Synchronized backwards of each model at the end of training.
         self._ends = [num_steps and attachment.num_steps + num_steps for attachment in attachments]
         if attachments:
-            events = handler.events(accelerator)
-            events.tells_forecast = False
-            events.at_end.append(self._end)
+            self._events = handler.events(accelerator)
+            self._events.tells_forecast = False
+            self._events.at_end.append(self._end)
 
     def log(self, step: int | None = None) -> None:
         """Log, if it is time to; call it on all ranks, after each step.
@@ -133,8 +133,8 @@ class CommHookTracker:
     def _end(self) -> Iterator[None]:
         self._log_after(1)
         yield
-        for line in self.summary() if self._options.closing_line and self._accelerator.is_main_process else ():
-            announce(line)
+        if self._options.closing_line:
+            self._events.tell(self.summary())
 
 
 def trainer_options(options: object) -> MonitorOptions:

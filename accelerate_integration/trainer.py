@@ -295,9 +295,8 @@ class _TrainerEvents:
         result = self._finish(original, *args, **kwargs)
         self._events.tell_what_was_sent()
         monitor, self._monitor = self._monitor, None
-        is_told = self._options is not None and self._options.closing_line and self._trainer.accelerator.is_main_process
-        if monitor is not None and is_told:
-            announce(monitor.summary())
+        if monitor is not None and self._options is not None and self._options.closing_line:
+            self._events.tell([monitor.summary()])
         return result
 
     def _finish(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
