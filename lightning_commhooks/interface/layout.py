@@ -191,6 +191,12 @@ class Layout:
         """Return the names of parameters that are trained now but were frozen when this layout was made."""
         return [name for p, name in self._frozen.items() if p.requires_grad]
 
+    def added(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Return the names of those of `parameters` that the module has got since this layout was made."""
+        module, new = self._module(), {*parameters}.difference(self._names, self._in_buckets)
+        now = {} if module is None else dict(Module.named_parameters(module))
+        return [name for name, p in now.items() if p in new and name not in self._ignored]
+
     def slots(self, parameters: Sequence[Tensor], numel: int) -> tuple[Slot, ...]:
         """Return the slots of a bucket of `numel` elements with the gradients of `parameters` in this order.
 

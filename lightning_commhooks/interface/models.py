@@ -57,7 +57,8 @@ class OptimizerStep:
     """A step of an optimizer that has just changed the model.
 
     Attributes:
-        optimizer: key of the hook's state for this optimizer: the name of its first parameter.
+        optimizer: key of the hook's state for this optimizer: the name of its first parameter, or of the next one if
+            an optimizer of partly other parameters has that key.
         step: number of the last synchronized backward, from 0 on; -1 before the first.
         parameters: its parameters by name, except parameters that have always been frozen.
         state: the optimizer's own state, by parameter.
@@ -82,7 +83,7 @@ class Models:
 
     Args:
         group: all ranks.
-        optimizers: the optimizers of the model, by the name of each one's first parameter; `stepped` adds to them.
+        optimizers: the optimizers of the model, by `OptimizerStep.optimizer`; `stepped` adds to them.
         hook: name of the hook, for messages and profiler traces.
 
     Attributes:
@@ -130,11 +131,23 @@ class Models:
     def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
         """Describe a step of an optimizer of this model; `None` if the optimizer has no parameter of the model."""
         parameters = parameters_of(optimizer)
-        key = next((name for p in parameters if (name := self.layout.name_of(p)) is not None), None)
-        if key is None:
+        key = next((key for key, known in self._optimizers.items() if known is optimizer), None)
+        if key is None and (key := self._new_key(parameters)) is None:
             return None
         self._optimizers[key] = optimizer
         return OptimizerStep(key, step, self.layout.trained_among(parameters), optimizer.state, self)
+
+    def _new_key(self, parameters: Collection[Tensor]) -> str | None:
+        """The key of an optimizer that has none. One that wraps another optimizer, or replaces it, takes over its key.
+
+        Optimizers that share some parameters, such as those of two heads with a common trunk, have their own.
+        """
+        own = {*parameters}
+        for name in filter(None, map(self.layout.name_of, parameters)):
+            theirs = {*parameters_of(self._optimizers[name])} if name in self._optimizers else own
+            if own <= theirs or theirs <= own:
+                return name
+        return None
 
     def diverge(self, stepped: OptimizerStep) -> None:
         """Record that each rank changed its own model."""
@@ -465,7 +478,7 @@ class Models:
         staged += _matching("buffer", saved["buffers"], self.layout.float_buffers(), reader)
         for key, states in saved["optimizers"].items():
             if key not in self._optimizers:
-                reader.differs(f"there is no optimizer whose first parameter is {key!r}; attach it before loading")
+                reader.differs(f"there is no optimizer that {key!r} is the key of; attach it before loading")
                 continue
             for name, state in states.items():
                 own = self._optimizers[key].state.get(parameters[name], {}) if name in parameters else {}

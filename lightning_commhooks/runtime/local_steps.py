@@ -61,7 +61,7 @@ class LocalSteps:
 
     def __init__(self, runtime: Runtime, group: Group, is_scaled: bool = False) -> None:
         self._runtime = runtime
-        # Handles of the optimizers that report their steps, and all known optimizers, by their first parameter's name.
+        # Handles of the optimizers that report their steps, and all known optimizers, by `OptimizerStep.optimizer`.
         # An optimizer that the user has replaced is freed.
         self._handles: WeakKeyDictionary[Optimizer, list[RemovableHandle]] = WeakKeyDictionary()
         self._optimizers: dict[str, Optimizer] = {}
@@ -82,7 +82,8 @@ class LocalSteps:
         self._reports = False
         self._warned: set[str] = set()
         self._last_reported = -1
-        self._checked = False
+        # Number of the optimizers' parameters when they were checked.
+        self._num_checked = -1
         # Number of open `with` blocks that show the averages.
         self._num_blocks = 0
 
@@ -98,7 +99,7 @@ class LocalSteps:
             self.models.num_steps.setdefault(stepped.optimizer, num_steps)
             if state_differs_since_closed(optimizer):
                 self.models.diverge_state(stepped)
-        self._checked = False
+        self._num_checked = -1
 
     def begin_at(self, steps: int, num_steps: Mapping[str, int]) -> None:
         """Set the number of synchronized backwards, and of steps by optimizer, 0 for the remaining optimizers."""
@@ -144,12 +145,19 @@ class LocalSteps:
             self._check_optimizers()
 
     def _check_optimizers(self) -> None:
-        if self._checked:
-            return
-        self._checked = True
         name, optimizers = self._runtime.name, {*self._handles, *self._optimizers.values()}
+        num = sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+        if num == self._num_checked:
+            return
+        self._num_checked = num
         known = {p for optimizer in optimizers for p in parameters_of(optimizer)}
         unknown = [name for name, p in self.models.layout.trained.items() if p not in known]
+        if added := self.models.layout.added(known):
+            warnings.warn(
+                f"{len(added)} parameters, {added[0]!r} first, are new in the model since hook {name!r} was attached, "
+                "and are never averaged: wrap the module in DistributedDataParallel again, then Attachment.move_to()",
+                stacklevel=2,
+            )
         if self.reported_by_user or not unknown:
             return
         fix = f"attach(model, {name!r}, optimizers=[...]), or Attachment.add_optimizer()"
@@ -157,7 +165,8 @@ class LocalSteps:
             raise HookError(f"hook {name!r} averages models after optimizer steps, but knows no optimizer of it: {fix}")
         warnings.warn(
             f"{len(unknown)} trained parameters, {unknown[0]!r} first, are in no optimizer that hook {name!r} knows "
-            f"and are never averaged. If something trains them: {fix}",
+            f"and are never averaged. If something trains them: {fix}. If one has trained them so far, they differ: "
+            "Attachment.average_weights() on all ranks",
             stacklevel=2,
         )
 

@@ -44,6 +44,11 @@ def call_if_backward_breaks_off(function: Callable[[], None]) -> bool:
     return True
 
 
+def _call_last_in_backward(function: Callable[[], None]) -> None:
+    """Call `function` after the current backward and all that is called after it by now."""
+    call_at_end_of_backward(lambda: None if call_at_end_of_backward(function) else function())
+
+
 def current_backward() -> int:
     """The number that autograd gave the backward of this thread; -1 outside of one."""
     return torch._C._current_graph_task_id()
@@ -76,8 +81,9 @@ class StepClock:
         self._is_complete = False
         # The number that autograd gave the first backward of a static graph, if there is one.
         self._static_backward: int | None = None
-        # The number that autograd gave the last backward of a source that does not say where one begins.
-        self._backward = -1
+        # For a source that does not count its buckets, the numbers that autograd gave the last backward, and the present
+        # backward if the source has said that it begins.
+        self._backward = self._outer = -1
         # The number of the last backward in which a bucket of this step was handed over.
         self._watched = -1
         self.steps = 0
@@ -115,19 +121,37 @@ class StepClock:
         self._previous_index = None if is_last else index
         return self.steps - 1
 
-    def place_in_backward(self, ends: bool = False) -> tuple[int, int]:
-        """Number of the step, and of the bucket in it, for a source that does not say where a backward begins.
+    def enter_backward(self) -> None:
+        """Count the present backward and those within it, as of reentrant activation checkpointing, as one."""
+        if self._outer != -1:
+            return
+        self._outer = current_backward()
+        call_if_backward_breaks_off(self._leave_broken)
+        _call_last_in_backward(self._leave)
 
-        A step has an end only if `ends`: with that backward.
+    def _leave(self) -> None:
+        self._outer = -1
+        self.end(in_time=True)
+
+    def _leave_broken(self) -> None:
+        self._outer = -1
+        if self.is_open:
+            self._break_off()
+
+    def place_in_backward(self, ends: bool = False) -> tuple[int, int]:
+        """Number of the step, and of the bucket in it, for a source that does not count its buckets.
+
+        Each backward is a step, and one for which `enter_backward` was not called may count as several. A step has an
+        end only if `ends`: with that backward.
         """
-        backward = current_backward()
+        backward = current_backward() if self._outer == -1 else self._outer
         if backward != self._backward:
             self._backward = backward
             self._begin()
-            self.is_open = ends
-            if ends:
+            self.is_open, self._is_complete = ends, False
+            if ends and self._outer == -1:
                 self._is_complete = not self._watch_backward()
-                call_at_end_of_backward(lambda: self.end(in_time=True))
+                _call_last_in_backward(lambda: self.end(in_time=True))
         self._previous_index = 0 if self._previous_index is None else self._previous_index + 1
         return self.steps - 1, self._previous_index
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,12 +25,14 @@ from lightning_commhooks.hooks import BF16, FP16
 from lightning_commhooks.hooks.quantized import CodecConfig, EncodedResidual, gather_encoded
 from lightning_commhooks.interface.checks import check_bool
 from lightning_commhooks.interface.hook import CommHook
-from lightning_commhooks.runtime.passes import current_backward
+from lightning_commhooks.runtime.passes import StepClock, current_backward
 from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.sources.fsdp import Finished, ShardedSource, reduce, resolve_sharded_hook, shares_of
 
 # The last hook of each unit.
 _runtimes: WeakKeyDictionary[FSDPModule, Runtime] = WeakKeyDictionary()
+# Clocks that follow the backwards of FSDP2's states.
+_clocks: WeakKeyDictionary[Any, WeakSet[StepClock]] = WeakKeyDictionary()
 
 
 class _ReduceScatter:
@@ -141,7 +145,8 @@ class Gather:
         self.counters = Counters()
         self.counters.timing = Timing(every=0)
         self._groups: dict[dist.ProcessGroup, tuple[Group, Kernels | None]] = {}
-        self._units = [(weakref.ref(unit), _AllGather(self)) for unit in units]
+        self._units = [(weakref.ref(unit), _AllGather(self, weakref.ref(unit))) for unit in units]
+        self._has_warned = False
         for unit, (_, all_gather) in zip(units, self._units, strict=True):
             unit.set_custom_all_gather(all_gather)  # type: ignore[arg-type]
         modules = {module for unit in units for module in _modules(unit)} if differences else set()
@@ -160,6 +165,17 @@ class Gather:
             kernels = None if codec is None else group.kernels(codec, feedback=False, two_shot=True)
             self._groups[process_group] = group, kernels
         return self._groups[process_group]
+
+    def warn_of_dtypes(self) -> None:
+        """Warn, once, of a unit that is gathered as it is."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"gather_hook={self.hook.name!r} leaves units alone that have parameters of several dtypes, such as "
+                "float32 adapters of a bfloat16 model: cast them to one dtype, or set "
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+                stacklevel=2,
+            )
 
     def _forget(self, *args: object) -> None:
         """Gather in full next: weights were loaded, on all ranks, and are far from those that ranks keep."""
@@ -188,12 +204,16 @@ class Gather:
 class _AllGather:
     """Takes the place of FSDP2's own all-gather for one unit: an `AllGather` of `torch.distributed.fsdp`.
 
+    Args:
+        gather: of the model.
+        unit: the module.
+
     Attributes:
         kept: the weights as all ranks have gathered them last, shape `(w, n)`; `None`: none are kept.
     """
 
-    def __init__(self, gather: Gather) -> None:
-        self._gather = gather
+    def __init__(self, gather: Gather, unit: weakref.ref[FSDPModule]) -> None:
+        self._gather, self._unit = gather, unit
         self.kept: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -212,10 +232,14 @@ class _AllGather:
             async_op: whether to return a work.
         """
         ranks, kernels = self._gather.among(group)
-        dense = (ranks.size - 1) * input_tensor.numel() * max(4, input_tensor.element_size())
-        self._gather.counters.bytes_dense += dense
+        # FSDP2 packs several dtypes into one tensor of bytes.
+        is_packed = not input_tensor.is_floating_point()
+        size = input_tensor.element_size() if is_packed else max(4, input_tensor.element_size())
+        self._gather.counters.bytes_dense += (ranks.size - 1) * input_tensor.numel() * size
         out = output_tensor.view(ranks.size, -1)
-        if not input_tensor.is_floating_point():  # FSDP2 packs several dtypes into one tensor
+        if is_packed or (kernels is not None and self._has_decoded(group)):
+            if is_packed:
+                self._gather.warn_of_dtypes()
             out.copy_(ranks.finish(ranks.all_gather(input_tensor.clone())))
         elif kernels is None:
             half = input_tensor.to(self._gather.hook.dtype)  # type: ignore[attr-defined]
@@ -225,6 +249,15 @@ class _AllGather:
         else:
             ranks.finish(gather_encoded(input_tensor, out, ranks, kernels))
         return Finished(output_tensor.device) if async_op else None
+
+    def _has_decoded(self, group: dist.ProcessGroup) -> bool:
+        """Whether ranks keep decoded weights between forward and backward, with `reshard_after_forward` a number.
+
+        Encoding these again would change them.
+        """
+        unit = self._unit()
+        parts = [] if unit is None else _groups_of([unit])
+        return group not in [part.mesh_info.shard_process_group for part in parts]
 
     def _gather_differences(self, share: Tensor, out: Tensor, ranks: Group, kernels: Kernels) -> None:
         # All ranks take the same branch: they have the same shapes, and load weights and run backwards together.
@@ -256,6 +289,25 @@ def param_groups(model: nn.Module) -> list[Any]:
 def states(modules: Iterable[FSDPModule]) -> list[Any]:
     """FSDP2's `FSDPState`s, each of one or several modules."""
     return [*{id(state): state for unit in modules if (state := unit._get_fsdp_state())}.values()]
+
+
+def follow_backwards(model: nn.Module, clock: StepClock) -> None:
+    """Tell a clock where FSDP2 notices a backward, inside which reentrant activation checkpointing may run others."""
+    for state in states(units(model)):
+        if state not in _clocks:
+            _clocks[state] = WeakSet()
+            begin = state._register_root_post_backward_final_callback
+            # On the instance, which asks for it by name.
+            state._register_root_post_backward_final_callback = functools.partial(
+                _begin_backward, begin, _clocks[state]
+            )
+        _clocks[state].add(clock)
+
+
+def _begin_backward(begin: Callable[[], None], clocks: WeakSet[StepClock]) -> None:
+    begin()
+    for clock in clocks:
+        clock.enter_backward()
 
 
 def _groups_of(modules: Iterable[FSDPModule]) -> list[Any]:
@@ -354,6 +406,7 @@ class FSDP2(ShardedSource):
         block_size = hook.codec.block_size if isinstance(hook, CodecConfig) and hook.use_error_feedback else None
         if block_size is not None:
             EncodedResidual(block_size, self.device)  # compiles now, not in the first backward
+        follow_backwards(model, runtime.clock)
         self._runtime, self._units = runtime, [weakref.ref(unit) for unit in units(model)]
         for unit in units(model):
             unit.set_custom_reduce_scatter(_ReduceScatter(runtime, unit, block_size))  # type: ignore[arg-type]

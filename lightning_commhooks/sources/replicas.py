@@ -33,6 +33,7 @@ from lightning_commhooks.sources.fsdp import Finished, resolve_sharded_hook
 from lightning_commhooks.sources.fsdp2 import (
     FSDP2,
     Gather,
+    follow_backwards,
     gather_hooks,
     param_groups,
     refuse_other_communication,
@@ -381,6 +382,7 @@ class Replicas(Source):
             shards.check(model)
             self._within = Runtime(self.hooks["shard_hook"], shards)
             self._within.connect(model)
+        follow_backwards(model, runtime.clock)
         for unit in self._units:
             unit.connect(runtime)
         if runtime.bound.averages_models:

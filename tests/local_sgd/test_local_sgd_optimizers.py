@@ -126,6 +126,46 @@ def test_optimizers_that_the_hook_learns_of_later(run, how):
     assert_same_trajectory(run(train, hook, "adamw", 9, None, how), simulate(2, 9, "adamw", periods={3: 2}, warmup=2))
 
 
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.actor, self.critic = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 1)
+
+    def forward(self, x, head):
+        return getattr(self, head)(self.trunk(x).tanh()).square().mean()
+
+
+def with_common_trunk(rank, world, hook):
+    """Sums of each part after each step, and of the average of each optimizer's state."""
+    torch.manual_seed(0)
+    model, heads, sums = TwoHeads(), ("actor", "critic"), {"trunk": [], "actor": [], "critic": []}
+    own = {head: [*model.trunk.parameters(), *getattr(model, head).parameters()] for head in heads}
+    optimizers = {head: torch.optim.Adam(own[head], lr=0.01) for head in heads}
+    with local(model, hook, optimizers.values(), find_unused_parameters=True) as (ddp, attachment):
+        for step in range(8):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+            for head in heads:
+                model.zero_grad()
+                ddp(x, head).backward()
+                optimizers[head].step()
+            for part, found in sums.items():
+                found.append(sum(p.double().sum().item() for p in getattr(model, part).parameters()))
+        with attachment.averaged(optimizers.values()):
+            states = [sum(s["exp_avg"].double().sum().item() for s in o.state.values()) for o in optimizers.values()]
+        attachment.average_weights()
+    return sums, states
+
+
+@pytest.mark.parametrize("method", ["post", "diloco"])
+def test_optimizers_with_a_common_first_parameter_have_counts_and_states_of_their_own(run, method):
+    make, *_ = METHODS[method]
+    (first, states), (second, others) = run(with_common_trunk, make(period=3, **ALONE))
+    assert states == others
+    for part, sums in first.items():
+        equal = [a == b for a, b in zip(sums, second[part], strict=True)]
+        assert equal == [False, False, True, False, False, True, False, False], part
+
+
 def embed(rank, world, hook):
     torch.manual_seed(1)
     model = nn.Embedding(9, 3, sparse=True).double()

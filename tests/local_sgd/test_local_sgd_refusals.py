@@ -1,6 +1,7 @@
 """What local SGD refuses, warns of and how it fails; which ranks are on one node."""
 
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -197,3 +198,44 @@ def forget(rank, world):
 
 def test_optimizers_that_were_forgotten(run):
     run(forget)
+
+
+class Grows(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+    def forward(self, x):
+        return self.layers(x).square().sum()
+
+
+def changing(rank, world):
+    """Warnings after a layer was added to the model and its optimizer, and after one was taken from the optimizer."""
+    found = []
+    for adds in (True, False):
+        model = Grows()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with (
+            warnings.catch_warnings(record=True) as seen,
+            local(model, lc.PostLocalSGD(period=2, **ALONE), [optimizer]) as (ddp, attachment),
+        ):
+            warnings.simplefilter("always")
+            for step in range(4):
+                if step == 2 and adds:
+                    model.layers.append(torch.nn.Linear(2, 2))
+                    optimizer.add_param_group({"params": list(model.layers[2].parameters())})
+                elif step == 2:
+                    del optimizer.param_groups[0]["params"][:2]
+                ddp(torch.ones(2)).backward()
+                optimizer.step()
+            attachment.average_weights()
+            found.append([str(one.message) for one in seen])
+    return found
+
+
+def test_parameters_that_come_and_go_are_named(run):
+    for added, left in run(changing):
+        assert len(added) == len(left) == 1
+        assert added[0].startswith("2 parameters, 'layers.2.weight' first, are new in the model since hook 'post_local")
+        assert left[0].startswith("2 trained parameters, 'layers.0.weight' first, are in no optimizer that hook")
+        assert "If one has trained them so far, they differ: Attachment.average_weights()" in left[0]

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import warnings
 
 import pytest
 import torch
@@ -372,12 +373,12 @@ GATHERS = {
 }
 
 
-def gathering(rank, world):
+def gathering(rank, world, way="full"):
     """Of each hook: how far gathered weights are from exact ones, by the largest; whether ranks have the same."""
     found, device = {}, model_device()
     ones = {name: torch.ones(shape, device=device) for name, shape in NAMES.items()}
     for label, (hook, _, _) in GATHERS.items():
-        model, seen = shard2("full", device.type), {}
+        model, seen = shard2(way, device.type), {}
         torch.manual_seed(0)
         exact = {name: torch.randn(shape).to(device) for name, shape in NAMES.items()}
         with torch.no_grad():
@@ -411,7 +412,7 @@ def gathering(rank, world):
     return found
 
 
-def check_gathered(ranks):
+def check_gathered(ranks, *, is_always_compressed=True):
     """What `gathering` found on all ranks."""
     for label, (_, bound, ratio) in GATHERS.items():
         for error, same, digest, masters, metrics, exact_after in (found[label] for found in ranks):
@@ -420,12 +421,48 @@ def check_gathered(ranks):
             assert masters
             assert exact_after, "closed"
             assert digest == ranks[0][label][2], "on all ranks"
-            assert metrics["gather_compression_ratio"] == pytest.approx(ratio, rel=0.1), label
+            if is_always_compressed:
+                assert metrics["gather_compression_ratio"] == pytest.approx(ratio, rel=0.1), label
             assert metrics["compression_ratio"] == 1
 
 
 def test_parameters_are_gathered_in_low_precision(run):
     check_gathered(run(gathering, world=4, timeout=120))
+
+
+def gathering_from_some(rank, world):
+    with leaving_no_groups():
+        return gathering(rank, world, "partly")
+
+
+def test_weights_that_are_kept_by_some_ranks_are_encoded_once(run):
+    check_gathered(run(gathering_from_some, world=4, timeout=120), is_always_compressed=False)
+
+
+def of_two_dtypes(rank, world):
+    """Compression of the gathers, and warnings, of a unit with parameters of two dtypes, with and without a policy."""
+    found = []
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256, dtype=torch.bfloat16), torch.nn.Linear(256, 8))
+        model[0].requires_grad_(False)
+        fully_shard(model, mp_policy=policy)
+        attachment = lc.attach(model, "allreduce", gather_hook="int8")
+        with warnings.catch_warnings(record=True) as warned, torch.autocast("cpu", dtype=torch.bfloat16):
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(2, 64)).sum().backward()
+        texts = [str(one.message) for one in warned if "several dtypes" in str(one.message)]
+        found.append((attachment.metrics()["gather_compression_ratio"], texts))
+        attachment.close()
+    return found
+
+
+def test_a_unit_of_two_dtypes_is_gathered_as_it_is_with_a_warning(run):
+    for (plain, warned), (ratio, silent) in run(of_two_dtypes):
+        assert plain == 1
+        assert [text.startswith("gather_hook='int8' leaves units alone") for text in warned] == [True]
+        assert ratio > 3
+        assert not silent
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Hooks between replicas of sharded models, on two times two ranks, against FSDP2 by itself and against DDP."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -17,7 +18,9 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_commhooks as lc
+from lightning_commhooks.collectives.counters import Counters
 from lightning_commhooks.runtime import checkpoint
+from lightning_commhooks.runtime.passes import StepClock
 from lightning_commhooks.sources import replicas
 
 WORLD = 4
@@ -175,6 +178,58 @@ def test_allreduce_is_what_fsdp2_does(run):
         for name, (distance, tolerance, steps) in found.items():
             assert distance <= tolerance, name
             assert steps == (6 if name in ("several backwards", "two losses") else 3), name
+
+
+class Checkpointed(Network):
+    """Its first layers in backwards of their own within the backward, or not."""
+
+    def __init__(self, is_nested):
+        super().__init__()
+        self.is_nested = is_nested
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for layer in (self.layers[0], self.layers[1]):
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True) if self.is_nested else layer(x)
+        return self.layers[2](x.tanh())
+
+
+def nested(rank, world, is_nested):
+    """Weights and number of steps, with a hook that begins to compress in the second step."""
+    with leaving_no_groups():
+        torch.manual_seed(0)
+        model, mesh = Checkpointed(is_nested), mesh_of_two()
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        attachment = lc.attach(model, POWERSGD)
+        return train(model, 5), attachment.num_steps
+
+
+def test_backwards_within_a_backward_are_no_steps(run):
+    ranks = zip(run(nested, True, world=WORLD), run(nested, False, world=WORLD), strict=True)
+    for (weights, steps), (expected, _) in ranks:
+        assert steps == 5
+        assert difference(weights, expected) == 0
+
+
+def test_a_backward_that_raises_is_left():
+    seen = []
+    clock = StepClock(Counters(), lambda in_time: seen.append("ended"), lambda: seen.append("broken off"))
+    for raises in (True, False, False):
+
+        def place(grad, raises=raises):
+            clock.enter_backward()
+            seen.append(clock.place_in_backward(ends=True))
+            if raises:
+                raise ValueError("of the model")
+
+        x = torch.ones(3, requires_grad=True)
+        x.register_hook(place)
+        with contextlib.suppress(ValueError):
+            x.sum().backward()
+    assert seen[:2] == [(0, 0), "broken off"]
+    assert seen[-4:] == [(1, 0), "ended", (2, 0), "ended"]
 
 
 def on_one_dimension(rank, world):

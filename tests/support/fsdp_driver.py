@@ -86,7 +86,7 @@ def shard2(way, device="cpu", mesh=None, **options):
     mesh = mesh or init_device_mesh(device, (world,))
     model = Blocks().to(device)
     for module in (model.first, model.second, model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=way != "grad_op", **options)
+        fully_shard(module, mesh=mesh, reshard_after_forward=2 if way == "partly" else way != "grad_op", **options)
     return model
 
 

@@ -193,6 +193,7 @@ OF_FSDP2 = (
     *("._get_fsdp_state", "._fsdp_param_group", "._reduce_scatter_comm", "._all_gather_comm", "._state_ctx"),
     *("._local_tensor", "mesh_info", "post_forward_mesh_info", "post_backward", "sharded_size", "fsdp_params"),
     *("sharded_param", "padded_sharded_param_size", "._root_pre_forward"),
+    "._register_root_post_backward_final_callback",
 )
 TORCH = {
     "torch._C._current_graph_task_id": _task_has_an_id,
