@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import sys
@@ -66,7 +67,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             `gradient_accumulation_steps`, as in `accelerator.backward`, also in a shorter last window. `"mean"`: the
             actual number of micro-batches. `"sum"`, an integer or `"weighted"`: see [`ScaleByGradAccumulation`][].
         fault_tolerance: make this `Accelerator`, of one process, one of several replicas, of which some may die and
-            come back while the rest continue: see [`FaultTolerance`][] and "When workers die". The dataset is shared
+            come back while the rest continue: see [`FaultTolerance`][] and "Replicas that fail". The dataset is shared
             out, and a step that replicas do not commit is one that Accelerate calls skipped.
         num_steps: optimizer steps that training has in all, for starts that are fractions of it and the default start
             of hooks that are given by name: see [`attach`][]. A `transformers.Trainer` knows it.
@@ -281,6 +282,10 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             num_steps=self.num_steps,
         )
         self._attached(attachment, accelerator)
+
+
+# Of the constructor that checks arguments, `inspect` would show nothing.
+CommHookKwargs.__signature__ = inspect.Signature([*inspect.signature(CommHookKwargs.__init__).parameters.values()][1:])
 
 
 def shown(hook: object) -> str:

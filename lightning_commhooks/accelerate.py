@@ -3,5 +3,6 @@
 import sys
 
 import accelerate_integration
+from accelerate_integration import *  # noqa: F403  # for type checkers and editors
 
 sys.modules[__name__] = accelerate_integration

@@ -180,7 +180,13 @@ def _patience() -> float:
 
 
 def _named(process_group: dist.ProcessGroup, ranks: list[int]) -> str:
-    names = ", ".join(str(dist.get_global_rank(process_group, rank)) for rank in ranks[:8])
+    try:
+        names = ", ".join(str(dist.get_global_rank(process_group, rank)) for rank in ranks[:8])
+    except ValueError as unknown:
+        raise HookError(
+            "the process group of the hook was destroyed: call state_dict() before destroy_process_group(), and attach "
+            "another hook to a newly wrapped model in the new group"
+        ) from unknown
     return f"rank{'s' if len(ranks) > 1 else ''} {names}{' and others' if len(ranks) > 8 else ''}"
 
 

@@ -237,10 +237,10 @@ def _nested(name: str, value: str) -> str:
     owners = owners_of(name)
     if not owners:
         close = closest(name, [option for each in available_hooks() for option in _options(each)])
-        return f"no hook has an option {name!r}" + (f"; did you mean {close!r}?" if close else "")
+        return f"no hook with a name has an option {name!r}" + (f"; did you mean {close!r}?" if close else "")
     return (
-        f"{name!r} is an option of {_names(owners)}, so the hook is given by its class, not its name:\n"
-        f"{_block(owners[0], {name: value})}\n"
+        f"{name!r} is an option of {_names(owners)}: its value {value!r} is wrong, or the hook is given by its name "
+        f"instead of its class:\n{_block(owners[0], {name: value})}\n"
         f"or, on the command line, hook={owners[0].__name__} before hook.{name}={value}"
     )
 

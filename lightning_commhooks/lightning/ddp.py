@@ -56,7 +56,7 @@ class CompressedDDPMixin(AveragesModelsMixin):
             actual number of batches. `"sum"`, an integer or `"weighted"`: see [`ScaleByGradAccumulation`][].
         fault_tolerance: make this Trainer, which has one process, one of several replicas. Some of them may die and
             come back while the rest continue. Every replica runs the same command, with its own number. See
-            [`FaultTolerance`][] and "When workers die". Sets `find_unused_parameters=True`.
+            [`FaultTolerance`][] and "Replicas that fail". Sets `find_unused_parameters=True`.
         **kwargs: arguments of `DDPStrategy` and of `torch.nn.parallel.DistributedDataParallel`, without
             `ddp_comm_state`, `ddp_comm_hook`, `ddp_comm_wrapper` and `model_averaging_period`.
 

@@ -81,8 +81,8 @@ class StepClock:
         self._is_complete = False
         # The number that autograd gave the first backward of a static graph, if there is one.
         self._static_backward: int | None = None
-        # For a source that does not count its buckets, the numbers that autograd gave the last backward, and the present
-        # backward if the source has said that it begins.
+        # For a source that does not count its buckets, the numbers that autograd gave the last backward, and the
+        # present one if the source has said that it begins.
         self._backward = self._outer = -1
         # The number of the last backward in which a bucket of this step was handed over.
         self._watched = -1

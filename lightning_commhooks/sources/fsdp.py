@@ -39,7 +39,7 @@ _FORGETS = {
 }
 
 _OF_DDP = (
-    "is for DistributedDataParallel: hooks keep no state of sharded gradients and do not know their micro-batches; "
+    "is for DistributedDataParallel: hooks save no state of sharded gradients and do not know their micro-batches; "
     "leave it out with FSDP"
 )
 

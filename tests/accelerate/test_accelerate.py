@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import inspect
 import json
 import os
 import pickle
@@ -263,6 +264,7 @@ def test_is_found_beside_the_rest():
     from lightning_commhooks.accelerate import CommHookKwargs
 
     assert CommHookKwargs is accelerate_integration.CommHookKwargs
+    assert {"hook", "accumulation", "bucket_cap_mb"} < {*inspect.signature(CommHookKwargs).parameters}
 
 
 ONE_WORKER = """

@@ -46,7 +46,7 @@ def test_refuses_too_early_and_options_without_effect(results):
     early, option, alone = results["refusals"]
     assert "call use_comm_hook(accelerator, ...) after prepare()" in early
     assert "gather_differences=True needs a gather_hook" in alone
-    assert option.startswith("resync: hooks keep no state of sharded gradients and do not know")
+    assert option.startswith("resync: hooks save no state of sharded gradients and do not know")
 
 
 def test_between_replicas_of_a_parallelism_config(tmp_path):

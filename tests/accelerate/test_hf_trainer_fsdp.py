@@ -84,7 +84,7 @@ def test_the_best_model_and_a_second_training(replicas):
 
 def test_refuses(shards):
     found = shards[0]["refusals"]
-    assert found["option"].startswith("accumulation: hooks keep no state of sharded gradients")
+    assert found["option"].startswith("accumulation: hooks save no state of sharded gradients")
     assert "With FSDP these work" in found["hook"]
     assert "this trainer has the communication hook BF16(" in found["twice"]
     assert "hook='powersgd' does not work with FSDP" in found["powersgd"]

@@ -1,5 +1,6 @@
 """Options of hooks in the wrong place: every way in says which line to write."""
 
+import collections
 import copy
 import dataclasses
 import inspect
@@ -143,4 +144,6 @@ def test_wrong_options_in_a_configuration_file():
     assert in_yaml(right) == "an option of PowerSGD is missing or has a wrong value", "without the block"
     short = {"class_path": "lightning_commhooks.PowerSGD", "init_args": {"rank": 4}}
     assert in_yaml(short).endswith(BLOCK)
+    nested = collections.namedtuple("NestedArg", "key val")("rounding", "foo")  # as of jsonargparse
+    assert in_yaml(nested).startswith("'rounding' is an option of FP8, Int4 and Int8: its value 'foo' is wrong, or the")
     assert in_yaml({"name": "powersgd", "ranks": 4}) == "PowerSGD has no option 'ranks'; did you mean 'rank'?"

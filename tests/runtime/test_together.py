@@ -87,6 +87,19 @@ def test_whoever_attaches_alone_gets_the_own_error_first(run):
     assert "unknown hook 'powersdg'" in told[0][1]
 
 
+def wait_in_a_destroyed_group(rank, world):
+    group = dist.new_group()
+    dist.destroy_process_group(group)
+    if rank == 0:
+        with pytest.raises(lc.HookError, match=r"process group of the hook was destroyed: call state_dict\(\) before"):
+            agreement.wait_for_all_ranks(group, "state_dict()", timeout=0.2)
+    dist.barrier()
+
+
+def test_a_destroyed_process_group_is_named(run):
+    run(wait_in_a_destroyed_group)
+
+
 CALLS = {
     "state_dict()": lc.Attachment.state_dict,
     "load_state_dict()": lambda attachment: attachment.load_state_dict(attachment.shared_state_dict()),
