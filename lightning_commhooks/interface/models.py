@@ -478,7 +478,7 @@ class Models:
         staged += _matching("buffer", saved["buffers"], self.layout.float_buffers(), reader)
         for key, states in saved["optimizers"].items():
             if key not in self._optimizers:
-                reader.differs(f"there is no optimizer that {key!r} is the key of; attach it before loading")
+                reader.differs(f"there is no optimizer whose first parameter is {key!r}; attach it before loading")
                 continue
             for name, state in states.items():
                 own = self._optimizers[key].state.get(parameters[name], {}) if name in parameters else {}
