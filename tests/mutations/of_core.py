@@ -342,6 +342,22 @@ MUTATIONS = [
         "tests/runtime/test_checkpoint.py -k reentrant",
     ),
     Mutation(
+        "nested_backward_is_a_step",
+        f"{PACKAGE}/runtime/passes.py",
+        "backward = current_backward() if self._outer == -1 else self._outer\n",
+        "backward = current_backward()\n",
+        "With fully_shard, reentrant checkpointing makes several steps of one backward.",
+        "tests/sources/test_replicas.py -k within_a_backward",
+    ),
+    Mutation(
+        "shared_key_of_optimizers",
+        f"{PACKAGE}/interface/models.py",
+        "            if own <= theirs or theirs <= own:\n",
+        "            if own:\n",
+        "Two optimizers with a common first parameter share a count, so that one of them never averages.",
+        "tests/local_sgd/test_local_sgd_optimizers.py -k common_first",
+    ),
+    Mutation(
         "broken_backward_goes_on",
         f"{PACKAGE}/runtime/passes.py",
         "    broken_off = weakref.finalize(is_done, function)\n",
