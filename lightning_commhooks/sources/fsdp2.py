@@ -237,9 +237,9 @@ class _AllGather:
         size = input_tensor.element_size() if is_packed else max(4, input_tensor.element_size())
         self._gather.counters.bytes_dense += (ranks.size - 1) * input_tensor.numel() * size
         out = output_tensor.view(ranks.size, -1)
-        if is_packed or (kernels is not None and self._has_decoded(group)):
-            if is_packed:
-                self._gather.warn_of_dtypes()
+        if is_packed:
+            self._gather.warn_of_dtypes()
+        if is_packed or (kernels is not None and not self._encodes(input_tensor, kernels, group)):
             out.copy_(ranks.finish(ranks.all_gather(input_tensor.clone())))
         elif kernels is None:
             half = input_tensor.to(self._gather.hook.dtype)  # type: ignore[attr-defined]
@@ -250,14 +250,15 @@ class _AllGather:
             ranks.finish(gather_encoded(input_tensor, out, ranks, kernels))
         return Finished(output_tensor.device) if async_op else None
 
-    def _has_decoded(self, group: dist.ProcessGroup) -> bool:
-        """Whether ranks keep decoded weights between forward and backward, with `reshard_after_forward` a number.
+    def _encodes(self, share: Tensor, kernels: Kernels, group: dist.ProcessGroup) -> bool:
+        """Return whether to encode a share: not one of less than a block, which would fill up a block.
 
-        Encoding these again would change them.
+        And not decoded weights, which ranks keep until the backward if `reshard_after_forward` is a number: encoding
+        these again would change them.
         """
         unit = self._unit()
         parts = [] if unit is None else _groups_of([unit])
-        return group not in [part.mesh_info.shard_process_group for part in parts]
+        return kernels.fills_block(share) and group in [part.mesh_info.shard_process_group for part in parts]
 
     def _gather_differences(self, share: Tensor, out: Tensor, ranks: Group, kernels: Kernels) -> None:
         # All ranks take the same branch: they have the same shapes, and load weights and run backwards together.

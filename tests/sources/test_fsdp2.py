@@ -439,6 +439,17 @@ def test_weights_that_are_kept_by_some_ranks_are_encoded_once(run):
     check_gathered(run(gathering_from_some, world=4, timeout=120), is_always_compressed=False)
 
 
+def below_a_block(rank, world):
+    model = fully_shard(torch.nn.Linear(8, 16))
+    attachment = lc.attach(model, "allreduce", gather_hook="int8")
+    model(torch.ones(2, 8)).sum().backward()
+    return attachment.metrics()["gather_compression_ratio"]
+
+
+def test_shares_of_less_than_a_block_are_gathered_as_they_are(run):
+    assert run(below_a_block) == [1, 1]
+
+
 def of_two_dtypes(rank, world):
     """Compression of the gathers, and warnings, of a unit with parameters of two dtypes, with and without a policy."""
     found = []
