@@ -284,7 +284,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
         self._attached(attachment, accelerator)
 
 
-# Of the constructor that checks arguments, `inspect` would show nothing.
+# `inspect` would show the `(*args, **options)` of the constructor that checks arguments.
 CommHookKwargs.__signature__ = inspect.Signature([*inspect.signature(CommHookKwargs.__init__).parameters.values()][1:])
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,7 @@ class Models:
             function that waits for it.
         shows_averages: whether the averages temporarily replace this rank's own model.
         ranks_change: whether ranks come and go. An average in flight is lost when they do.
+        beside: optimizers that the user has given together last.
     """
 
     def __init__(self, group: Group, optimizers: dict[str, Optimizer], hook: str) -> None:
@@ -127,27 +129,32 @@ class Models:
         # This rank's own model and optimizers' state, while averages are in place.
         self._own: dict[str, OwnValues] = {}
         self.shows_averages = self.ranks_change = False
+        self.beside: WeakSet[Optimizer] = WeakSet()
 
     def stepped(self, optimizer: Optimizer, step: int) -> OptimizerStep | None:
         """Describe a step of an optimizer of this model; `None` if the optimizer has no parameter of the model."""
         parameters = parameters_of(optimizer)
         key = next((key for key, known in self._optimizers.items() if known is optimizer), None)
-        if key is None and (key := self._new_key(parameters)) is None:
+        if key is None and (key := self._new_key(optimizer, parameters)) is None:
             return None
         self._optimizers[key] = optimizer
         return OptimizerStep(key, step, self.layout.trained_among(parameters), optimizer.state, self)
 
-    def _new_key(self, parameters: Collection[Tensor]) -> str | None:
-        """The key of an optimizer that has none. One that wraps another optimizer, or replaces it, takes over its key.
+    def _new_key(self, optimizer: Optimizer, parameters: Collection[Tensor]) -> str | None:
+        """The key of an optimizer that has none: the name of its first parameter.
 
-        Optimizers that share some parameters, such as those of two heads with a common trunk, have their own.
+        An optimizer that wraps or replaces another one takes over its key. If both are in `beside` and each trains
+        parameters that the other does not, such as two heads on a common trunk, it gets the name of a later parameter.
         """
         own = {*parameters}
-        for name in filter(None, map(self.layout.name_of, parameters)):
-            theirs = {*parameters_of(self._optimizers[name])} if name in self._optimizers else own
+        names = [name for p in parameters if (name := self.layout.name_of(p)) is not None]
+        for name in names:
+            owner = self._optimizers.get(name)
+            are_beside = owner is not None and {owner, optimizer} <= {*self.beside}
+            theirs = {*parameters_of(owner)} if owner is not None and are_beside else own
             if own <= theirs or theirs <= own:
                 return name
-        return None
+        return names[0] if names else None
 
     def diverge(self, stepped: OptimizerStep) -> None:
         """Record that each rank changed its own model."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -118,6 +118,7 @@ class LocalSteps:
             self.find_optimizers = optimizers
         elif optimizers is not None:
             self.reported_by_user = self._reports = not optimizers
+            self.models.beside = WeakSet(optimizers)
             for optimizer in optimizers if self._runtime.bound.averages_models else ():
                 self.add(optimizer)
 
@@ -129,7 +130,9 @@ class LocalSteps:
         bound = self._runtime.bound
         if not isinstance(bound, AveragesModels) or not bound.averages_models:
             return
-        for optimizer in self.find_optimizers():
+        found = list(self.find_optimizers())
+        self.models.beside = WeakSet(found)
+        for optimizer in found:
             if not self._is_hooked(optimizer):
                 self.add(optimizer, step)
         if self._reports:
@@ -165,7 +168,7 @@ class LocalSteps:
             raise HookError(f"hook {name!r} averages models after optimizer steps, but knows no optimizer of it: {fix}")
         warnings.warn(
             f"{len(unknown)} trained parameters, {unknown[0]!r} first, are in no optimizer that hook {name!r} knows "
-            f"and are never averaged. If something trains them: {fix}. If one has trained them so far, they differ: "
+            f"and are never averaged. If something trains them: {fix}. If one has trained them before, they differ: "
             "Attachment.average_weights() on all ranks",
             stacklevel=2,
         )

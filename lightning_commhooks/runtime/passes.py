@@ -126,12 +126,20 @@ class StepClock:
         if self._outer != -1:
             return
         self._outer = current_backward()
-        call_if_backward_breaks_off(self._leave_broken)
-        _call_last_in_backward(self._leave)
+
+        def leave() -> None:
+            broken_off.detach()
+            self._leave()
+
+        # Until then autograd keeps `leave`, also if a callback before it raises.
+        broken_off = weakref.finalize(leave, self._leave_broken)
+        broken_off.atexit = False
+        _call_last_in_backward(leave)
 
     def _leave(self) -> None:
-        self._outer = -1
-        self.end(in_time=True)
+        is_own, self._outer = self._backward == self._outer, -1
+        if is_own:
+            self.end(in_time=True)
 
     def _leave_broken(self) -> None:
         self._outer = -1

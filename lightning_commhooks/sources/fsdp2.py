@@ -7,7 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,8 @@ from lightning_commhooks.sources.fsdp import Finished, ShardedSource, reduce, re
 # The last hook of each unit.
 _runtimes: WeakKeyDictionary[FSDPModule, Runtime] = WeakKeyDictionary()
 # Clocks that follow the backwards of FSDP2's states.
-_clocks: WeakKeyDictionary[Any, WeakSet[StepClock]] = WeakKeyDictionary()
+# In one order on all ranks.
+_clocks: WeakKeyDictionary[Any, WeakKeyDictionary[StepClock, None]] = WeakKeyDictionary()
 
 
 class _ReduceScatter:
@@ -171,7 +172,7 @@ class Gather:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"gather_hook={self.hook.name!r} leaves units alone that have parameters of several dtypes, such as "
+                f"gather_hook={self.hook.name!r} leaves units with several dtypes, or with integers, as they are, such as "
                 "float32 adapters of a bfloat16 model: cast them to one dtype, or set "
                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
                 stacklevel=2,
@@ -296,18 +297,18 @@ def follow_backwards(model: nn.Module, clock: StepClock) -> None:
     """Tell a clock where FSDP2 notices a backward, inside which reentrant activation checkpointing may run others."""
     for state in states(units(model)):
         if state not in _clocks:
-            _clocks[state] = WeakSet()
+            _clocks[state] = WeakKeyDictionary()
             begin = state._register_root_post_backward_final_callback
             # On the instance, which asks for it by name.
             state._register_root_post_backward_final_callback = functools.partial(
                 _begin_backward, begin, _clocks[state]
             )
-        _clocks[state].add(clock)
+        _clocks[state][clock] = None
 
 
-def _begin_backward(begin: Callable[[], None], clocks: WeakSet[StepClock]) -> None:
+def _begin_backward(begin: Callable[[], None], clocks: WeakKeyDictionary[StepClock, None]) -> None:
     begin()
-    for clock in clocks:
+    for clock in list(clocks):
         clock.enter_backward()
 
 

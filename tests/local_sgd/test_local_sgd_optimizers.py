@@ -166,6 +166,41 @@ def test_optimizers_with_a_common_first_parameter_have_counts_and_states_of_thei
         assert equal == [False, False, True, False, False, True, False, False], part
 
 
+def replaced_by_another(rank, world):
+    """Counts by key with an optimizer that replaces one of partly other parameters."""
+    torch.manual_seed(0)
+    model, hook = TwoHeads(), lc.PostLocalSGD(period=2, **ALONE)
+    optimizer = torch.optim.SGD([*model.trunk.parameters(), *model.actor.parameters()], lr=0.01)
+    options = {"find_unused_parameters": True}
+    with ignoring("2 trained parameters"), local(model, hook, [optimizer], **options) as (ddp, attachment):
+        ddp(torch.ones(1, 3), "actor").backward()
+        optimizer.step()
+        optimizer = torch.optim.SGD([*model.trunk.parameters(), *model.critic.parameters()], lr=0.01)
+        attachment.add_optimizer(optimizer)
+        ddp(torch.ones(1, 3), "critic").backward()
+        optimizer.step()
+        attachment.average_weights()
+        return attachment.runtime.local.models.num_steps
+
+
+def test_an_optimizer_that_replaces_another_takes_over_its_count(run):
+    assert run(replaced_by_another) == [{"trunk.weight": 2}] * 2
+
+
+def with_every_name_taken(rank, world):
+    model = TwoHeads()
+    parts = [list(part.parameters()) for part in (model.actor, model.critic)]
+    own = [*parts, [parts[0][0], parts[1][0]]]
+    optimizers = [torch.optim.SGD(parameters, lr=0.01) for parameters in own]
+    with local(model, lc.PostLocalSGD(period=2, **ALONE), optimizers) as (_, attachment), ignoring("2 trained"):
+        models = attachment.runtime.local.models
+        return [models.stepped(optimizer, 0).optimizer for optimizer in optimizers]
+
+
+def test_an_optimizer_without_a_name_of_its_own_shares_one(run):
+    assert run(with_every_name_taken)[0][2] == "actor.weight"
+
+
 def embed(rank, world, hook):
     torch.manual_seed(1)
     model = nn.Embedding(9, 3, sparse=True).double()

@@ -232,6 +232,27 @@ def test_a_backward_that_raises_is_left():
     assert seen[-4:] == [(1, 0), "ended", (2, 0), "ended"]
 
 
+def test_a_backward_whose_callback_raises_is_left():
+    steps = []
+    clock = StepClock(Counters(), lambda in_time: None, lambda: None)
+    for raises in (True, False, False):
+
+        def fail(raises=raises):
+            if raises:
+                raise ValueError("of another callback")
+
+        def place(grad, fail=fail):
+            clock.enter_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(fail)
+            steps.append(clock.place_in_backward(ends=True))
+
+        x = torch.ones(3, requires_grad=True)
+        x.register_hook(place)
+        with contextlib.suppress(ValueError):
+            x.sum().backward()
+    assert steps == [(0, 0), (1, 0), (2, 0)]
+
+
 def on_one_dimension(rank, world):
     """Ranks that the user names, `replicate`, and training after the hook was closed, against FSDP2 by itself."""
     found = {}
