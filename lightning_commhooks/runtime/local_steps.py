@@ -118,7 +118,7 @@ class LocalSteps:
             self.find_optimizers = optimizers
         elif optimizers is not None:
             self.reported_by_user = self._reports = not optimizers
-            self.models.beside = WeakSet(optimizers)
+            self.models.beside = WeakSet(o for o in optimizers if isinstance(o, Optimizer))
             for optimizer in optimizers if self._runtime.bound.averages_models else ():
                 self.add(optimizer)
 
@@ -131,7 +131,7 @@ class LocalSteps:
         if not isinstance(bound, AveragesModels) or not bound.averages_models:
             return
         found = list(self.find_optimizers())
-        self.models.beside = WeakSet(found)
+        self.models.beside = WeakSet(o for o in found if isinstance(o, Optimizer))
         for optimizer in found:
             if not self._is_hooked(optimizer):
                 self.add(optimizer, step)

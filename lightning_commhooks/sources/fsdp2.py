@@ -172,7 +172,7 @@ class Gather:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"gather_hook={self.hook.name!r} leaves units with several dtypes, or with integers, as they are, such as "
+                f"gather_hook={self.hook.name!r} leaves units with several dtypes or integers as they are, such as "
                 "float32 adapters of a bfloat16 model: cast them to one dtype, or set "
                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
                 stacklevel=2,
