@@ -415,7 +415,7 @@ def sharded_hook(
     options = [*options, *(name for name, value in of_replicas.items() if value and not has_replicas)]
     if options:
         raise ValueError(
-            f"{', '.join(options)}: hooks keep no state of sharded gradients and do not know their micro-batches; "
+            f"{', '.join(options)}: hooks save no state of sharded gradients and do not know their micro-batches; "
             "leave that out with FSDP"
         )
     gather_hooks(sharding)

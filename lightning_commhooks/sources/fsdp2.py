@@ -252,14 +252,15 @@ class _AllGather:
         return Finished(output_tensor.device) if async_op else None
 
     def _encodes(self, share: Tensor, kernels: Kernels, group: dist.ProcessGroup) -> bool:
-        """Return whether to encode a share: not one of less than a block, which would fill up a block.
+        """Return whether to encode a share: not one with fewer bytes than a block, as which it would be sent.
 
         And not decoded weights, which ranks keep until the backward if `reshard_after_forward` is a number: encoding
         these again would change them.
         """
         unit = self._unit()
         parts = [] if unit is None else _groups_of([unit])
-        return kernels.fills_block(share) and group in [part.mesh_info.shard_process_group for part in parts]
+        is_large = share.nbytes >= (kernels.codec.block_size or 1)
+        return is_large and group in [part.mesh_info.shard_process_group for part in parts]
 
     def _gather_differences(self, share: Tensor, out: Tensor, ranks: Group, kernels: Kernels) -> None:
         # All ranks take the same branch: they have the same shapes, and load weights and run backwards together.
