@@ -140,18 +140,23 @@ class Models:
         self._optimizers[key] = optimizer
         return OptimizerStep(key, step, self.layout.trained_among(parameters), optimizer.state, self)
 
+    def note_given(self, optimizers: Iterable[object]) -> None:
+        """Note optimizers, and perhaps objects that will be refused, that the user has given together."""
+        self.beside = WeakSet(one for one in optimizers if isinstance(one, Optimizer))
+
     def _new_key(self, optimizer: Optimizer, parameters: Collection[Tensor]) -> str | None:
         """The key of an optimizer that has none: the name of its first parameter.
 
         An optimizer that wraps or replaces another one takes over its key. If both are in `beside` and each trains
         parameters that the other does not, such as two heads on a common trunk, it gets the name of a later parameter.
         """
-        own = {*parameters}
+        own, together = {*parameters}, {*self.beside}
         names = [name for p in parameters if (name := self.layout.name_of(p)) is not None]
         for name in names:
             owner = self._optimizers.get(name)
-            are_beside = owner is not None and {owner, optimizer} <= {*self.beside}
-            theirs = {*parameters_of(owner)} if owner is not None and are_beside else own
+            if owner is None or not {owner, optimizer} <= together:
+                return name
+            theirs = {*parameters_of(owner)}
             if own <= theirs or theirs <= own:
                 return name
         return names[0] if names else None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class LocalSteps:
             self.find_optimizers = optimizers
         elif optimizers is not None:
             self.reported_by_user = self._reports = not optimizers
-            self.models.beside = WeakSet(o for o in optimizers if isinstance(o, Optimizer))
+            self.models.note_given(optimizers)
             for optimizer in optimizers if self._runtime.bound.averages_models else ():
                 self.add(optimizer)
 
@@ -131,9 +131,9 @@ class LocalSteps:
         if not isinstance(bound, AveragesModels) or not bound.averages_models:
             return
         found = list(self.find_optimizers())
-        self.models.beside = WeakSet(o for o in found if isinstance(o, Optimizer))
         for optimizer in found:
             if not self._is_hooked(optimizer):
+                self.models.note_given(found)
                 self.add(optimizer, step)
         if self._reports:
             self._steps.before_any(self.models.layout.trained.values())

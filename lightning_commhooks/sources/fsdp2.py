@@ -31,8 +31,7 @@ from lightning_commhooks.sources.fsdp import Finished, ShardedSource, reduce, re
 
 # The last hook of each unit.
 _runtimes: WeakKeyDictionary[FSDPModule, Runtime] = WeakKeyDictionary()
-# Clocks that follow the backwards of FSDP2's states.
-# In one order on all ranks.
+# Clocks that follow the backwards of FSDP2's states, in the order of `attach`, which is the same on all ranks.
 _clocks: WeakKeyDictionary[Any, WeakKeyDictionary[StepClock, None]] = WeakKeyDictionary()
 
 
@@ -252,10 +251,10 @@ class _AllGather:
         return Finished(output_tensor.device) if async_op else None
 
     def _encodes(self, share: Tensor, kernels: Kernels, group: dist.ProcessGroup) -> bool:
-        """Return whether to encode a share: not one with fewer bytes than a block, as which it would be sent.
+        """Return whether to encode a share.
 
-        And not decoded weights, which ranks keep until the backward if `reshard_after_forward` is a number: encoding
-        these again would change them.
+        A share with fewer bytes than a block has elements would become larger. Decoded weights, which ranks keep until
+        the backward if `reshard_after_forward` is a number, would change if they were encoded again.
         """
         unit = self._unit()
         parts = [] if unit is None else _groups_of([unit])
