@@ -119,7 +119,8 @@ def _hook(text: str) -> CommHook:
     try:
         hook = get_hook(name, **options)
     except ValueError as error:
-        raise ValueError(f"--hooks {text}: {error}") from error
+        own = "; write your own hook as my_module:MY_HOOK" if str(error).startswith("unknown hook") else ""
+        raise ValueError(f"--hooks {text}: {error}{own}") from error
     if hook.is_outermost and hook.inner_hooks:
         raise ValueError(f"--hooks {text}: {hook.name} uses several hooks in one run; compare those")
     return hook

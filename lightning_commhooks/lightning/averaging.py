@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_commhooks.basics.announce import is_silenced
 from lightning_commhooks.lightning.refusals import refusals_of
+from lightning_commhooks.lightning.sigterm import SigtermAfterAverages
 from lightning_commhooks.monitoring import closing_line
 from lightning_commhooks.runtime.attachment import Attachment
 
@@ -40,6 +41,7 @@ class AveragesModelsMixin(Strategy):
         self._resync = resync
         self._callback: Any = None
         self._evaluation = ExitStack()
+        self._sigterm: SigtermAfterAverages | None = None
         self._attachment: Attachment | None = None
 
     def _averaging(self) -> Attachment | None:
@@ -63,6 +65,7 @@ class AveragesModelsMixin(Strategy):
                 attachment.add_optimizer(optimizer)
         if not attachment.averages_when_asked:
             return
+        self._sigterm = SigtermAfterAverages(trainer, attachment)
         # Averages models before other callbacks see them.
         self._callback = self._callback_class(on_validation_start=_begin_evaluation, on_train_end=_average_for_good)
         trainer.callbacks.insert(0, self._callback)
@@ -166,6 +169,9 @@ class AveragesModelsMixin(Strategy):
             if self._callback in callbacks:
                 callbacks.remove(self._callback)
             self._callback = None
+            if self._sigterm is not None:
+                self._sigterm.close()
+                self._sigterm = None
             super().teardown()
 
 

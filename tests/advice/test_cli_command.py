@@ -266,6 +266,7 @@ def test_ranks_that_do_not_find_each_other(monkeypatch, capsys):
     [
         (["list", "bf17"], "error: unknown hook 'bf17'; did you mean 'bf16'? available hooks: all"),
         (["bench", "m:f", "--hooks", "bf17"], "error: --hooks bf17: unknown hook 'bf17'; did you mean 'bf16'"),
+        (["bench", "m:f", "--hooks", "mine"], "quantize_per_tensor; write your own hook as my_module:MY_HOOK"),
         (["bench", "m:f", "--hooks", " , "], "error: --hooks ' , ' names no hook: write --hooks int8,powersgd"),
         (["headroom", "m:f", "--hooks", "bf16"], "unrecognized arguments: --hooks bf16"),
         (["headroom", "m:f", "--rounds", "0"], "argument --rounds: must be an integer of at least 1, got '0'"),

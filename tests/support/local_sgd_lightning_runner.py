@@ -2,9 +2,10 @@
 
 import logging
 import os
+import signal
 import sys
 import warnings
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import local_sgd_tasks as tasks
 import torch
@@ -180,6 +181,55 @@ def costs():
         )
         options = {"validation": VALIDATION, "val_check_interval": every, "more": [by_step, by_loss]}
         train(f"costs-{label}", CompressedDDP(hook=hook), Regression("adamw", norm=True), batches=12, **options)
+
+
+class Terminated(Regression):
+    """Some ranks get a SIGTERM in the middle of the seventh batch."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks = ranks
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 6 and self.global_rank in self.ranks:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+class Ended(pl.Callback):
+    def __init__(self, label):
+        self.label = label
+
+    def on_exception(self, trainer, module, exception):
+        write(self.label, trainer.global_rank, steps=trainer.global_step, error=type(exception).__name__)
+
+
+def sigterm():
+    for label, ranks in (("sigterm-first", (0,)), ("sigterm-all", range(DEVICES))):
+        with suppress(SystemExit):
+            train(label, CompressedDDP(hook=POST), Terminated(ranks), batches=20, more=[Ended(label)])
+
+
+def broadcasts():
+    """How often ranks wait for rank 0 in an epoch."""
+    stock, calls = torch.distributed.broadcast, []
+
+    def broadcast(tensor, *args, **kwargs):
+        calls.append(tensor.numel())
+        return stock(tensor, *args, **kwargs)
+
+    torch.distributed.broadcast = broadcast
+    for label in ("post", "warmup"):
+        calls.clear()
+        trainer = train(f"broadcasts-{label}", CompressedDDP(hook=HOOKS[label]), Regression(), batches=16)
+        names = {*vars(trainer.fit_loop.epoch_loop), *vars(trainer._signal_connector)}
+        write(
+            f"{label}-calls",
+            trainer.global_rank,
+            calls=calls,
+            left=sorted(names & {"_broadcast_sigterm_tensor", "_sigterm_notifier_fn"}),
+        )
+    torch.distributed.broadcast = stock
 
 
 if __name__ == "__main__":

@@ -262,6 +262,19 @@ def _handles_slurm(package):
     return resolve(name).__code__.co_name == "_slurm_sigusr_handler_fn"
 
 
+def _waits_for_rank_0(package):
+    """Whether Lightning broadcasts a SIGTERM before each batch, and in a handler that it looks up after `setup`."""
+    signals, run = f"{package}.trainer.connectors.signal_connector._SignalConnector", f"{package}.Trainer._run"
+    is_called = _calls("_broadcast_sigterm_tensor", "loops.training_epoch_loop._TrainingEpochLoop.advance")(package)
+    handlers = inspect.getsource(resolve(f"{signals}.register_signal_handlers"))
+    order = inspect.getsource(resolve(run))
+    return (
+        is_called
+        and "[self._sigterm_notifier_fn]" in handlers
+        and order.index("self.strategy.setup(self)") < order.index("self._signal_connector.register_signal_handlers()")
+    )
+
+
 def _delays_static_graph(package):
     name = "_pl_static_graph_delay_done"
     is_read = f"if self.{name}:" in inspect.getsource(resolve(f"{package}.strategies.DDPStrategy"))
@@ -273,6 +286,9 @@ LIGHTNING = {
         resolve("lightning.fabric.wrappers._FabricModule")(torch.nn.Linear(1, 1), None)._forward_module
     ),
     "._batches_that_stepped": lambda package: _trainer(package).fit_loop.epoch_loop._batches_that_stepped == 0,
+    "._broadcast_sigterm_tensor": _waits_for_rank_0,
+    "._sigterm_notifier_fn": _waits_for_rank_0,
+    "._signal_connector": lambda package: _trainer(package)._signal_connector.received_sigterm is False,
     "._LRCallback": _has("tuner.lr_finder", "_LRCallback"),
     "._slurm_sigusr_handler_fn": _handles_slurm,
     "._try_loop_run": lambda package: all(
