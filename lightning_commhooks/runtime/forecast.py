@@ -302,8 +302,7 @@ class Forecaster:
             if text is not None and self._has_phases:
                 text = f"hook={name!r} sends {sent.times} until step {change:,}; let its phases begin earlier"
         else:
-            last = self.last_step if num_steps is None else num_steps - 1
-            text = bound.inactive_reason(ANY_LATER_STEP if is_trial else last)
+            text = bound.inactive_reason(ANY_LATER_STEP if num_steps is None or is_trial else num_steps - 1)
             if text is None and self._is_alone and sent.ratio < 0.995 and not is_trial:
                 text = f"hook={name!r} sends {sent.times}; average models more seldom"
             elif text is None and self._now.numel_compressed and not self._averages and is_little:

@@ -160,7 +160,11 @@ def attach_texts(rank, world, hook):
     ddp = DistributedDataParallel(Params(SHAPES))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        lc.attach(ddp, hook, optimizers=[]).close()
+        attachment = lc.attach(ddp, hook, optimizers=[])
+        for step in range(5):
+            backward(ddp, full_rank_gradients(rank, step, SHAPES))
+            attachment.tell_forecast(lambda _: None)
+    attachment.close()
     return [str(warning.message) for warning in caught]
 
 
@@ -174,7 +178,7 @@ def test_local_sgd_on_one_node(run, label):
     assert [line.partition(": ")[2] for _, line in lines] == [
         text.format(f"{more:.3g}x as many bytes as plain DDP") for text in expected
     ]
-    (text,), nothing = run(attach_texts, hook)
+    (text,), nothing = run(attach_texts, hook)  # once, also if the number of steps is unknown
     assert nothing == []
     assert "because all are on one node" in text
     assert "post_local_gradient_allreduce=False" in text
