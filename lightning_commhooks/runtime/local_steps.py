@@ -200,8 +200,6 @@ class LocalSteps:
             self._end_ignoring = self.models.ignoring_changes()
             return
         self._steps.begin(optimizer, frame)
-        if not self._steps.is_nested:
-            self._lacks_backward = self._is_unsynchronized(optimizer)
         if self.models.shows_averages and self.models.stepped(optimizer, -1) is not None:
             self.hide_average()
             self._refuse_within_block()
@@ -230,6 +228,8 @@ class LocalSteps:
                 end_ignoring()
             self._end_ignoring = []
             return
+        # Only now: the step may have called a closure with the backward.
+        self._lacks_backward = self._is_unsynchronized(optimizer)
         self._stepped_at[optimizer] = self._runtime.counters.steps
         for ended, verdict in self._steps.end(optimizer, options):
             self._after_step(ended, verdict)

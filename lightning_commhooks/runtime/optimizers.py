@@ -112,11 +112,6 @@ class ObservedSteps:
         self._are_seen: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self._have_unknown_scaler: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
-    @property
-    def is_nested(self) -> bool:
-        """Whether the step that has begun last is within another one."""
-        return len(self._under_way) > 1
-
     def begin(self, optimizer: Optimizer, frame: FrameType) -> None:
         """Record the parameters before a step, which begins in a Python frame."""
         if self._under_way:

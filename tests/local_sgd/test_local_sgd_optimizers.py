@@ -352,6 +352,31 @@ def test_local_steps_without_synchronized_backwards(run, method, first, alike, n
     assert [len(told), len(told_there)] == [num, num]
 
 
+def accumulate_with_closures(rank, world):
+    """The number of averages in evaluations of a warm-up, whose last backward of each window is in the closure."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = METHODS["post"][0](period=3, **{**ALONE, "start_localSGD_iter": 99})
+    with local(model, hook, [optimizer]) as (ddp, attachment):
+
+        def backward(step):
+            loss(ddp, batch(rank, step, "both"), "both").backward()
+
+        for step in range(6):
+            optimizer.zero_grad()
+            with ddp.no_sync():
+                backward(step)
+            optimizer.step(lambda step=step: backward(step + 100))
+            with attachment.averaged_weights():
+                pass
+        return attachment.metrics()["averagings"]
+
+
+def test_a_closure_that_ends_a_window(run):
+    """As Lightning's. Warnings are errors."""
+    assert run(accumulate_with_closures) == [0, 0]
+
+
 def look_alone(rank, world):
     """The number of averages after two steps, a forward of one rank in `no_sync()`, and an evaluation by all."""
     model = make_model()
