@@ -70,6 +70,7 @@ class AcceleratorEvents:
     # Accelerate has events for the beginning of saving and loading only.
     replaced: ClassVar[tuple[str, ...]] = (
         "prepare",
+        "prepare_model",
         "prepare_optimizer",
         "backward",
         "no_sync",
@@ -85,6 +86,9 @@ class AcceleratorEvents:
         self._accelerator = weakref.ref(accelerator)
         self._hook = hook
         self.attachments = Attachments(resync=resync, strict_state=strict_state)
+        # Models with a hook, by the module inside. Accelerate keeps only that, so `model = unwrap_model(model)` on one
+        # rank would free the model there, and close its hook on this rank alone.
+        self._models: dict[nn.Module, nn.Module] = {}
         self._is_saved = self._has_warned = False
         self._folder = ""
         self._divides_by = 1.0
@@ -114,6 +118,9 @@ class AcceleratorEvents:
     def add(self, attachment: Attachment) -> None:
         """Look after one more model."""
         self.attachments.add(attachment, self._optimizers())
+        model = attachment.runtime.model()
+        assert model is not None
+        self._models[getattr(model, "module", model)] = model
         if not self._is_saved and (accelerator := self._accelerator()) is not None:
             # Not in `__init__`: the constructor of the accelerator makes the lists of these functions at its end.
             accelerator.register_save_state_pre_hook(NotCopied(lambda models, weights, folder: self.write(folder)))
@@ -175,6 +182,17 @@ class AcceleratorEvents:
         # Not earlier: a model may be prepared again, too.
         self.drop_freed()
         return prepared
+
+    def prepare_model(
+        self,
+        original: Callable[..., Any],
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> Any:
+        if not evaluation_mode:
+            self.check()
+        return original(model, device_placement, evaluation_mode)
 
     def drop_freed(self) -> None:
         """Leave models out of checkpoints that were freed, once others have taken their place."""
@@ -243,6 +261,7 @@ class AcceleratorEvents:
 
     def free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
         self.attachments.free()
+        self._models.clear()
         return original(*objects)
 
     def _remember_folder(self, models: Sequence[torch.nn.Module], folder: str) -> None:

@@ -35,7 +35,6 @@ class AcceleratorReplica(AcceleratorEvents):
 
     replaced = (
         *AcceleratorEvents.replaced,
-        "prepare_model",
         "prepare_scheduler",
         "prepare_data_loader",
         "register_for_checkpointing",
@@ -87,14 +86,18 @@ class AcceleratorReplica(AcceleratorEvents):
         # Checkpoints have how many steps there were.
         self.accelerator.register_for_checkpointing(self.manager)
 
-    def prepare_model(self, original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        self.check()
+    def prepare_model(
+        self,
+        original: Callable[..., Any],
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> Any:
         if isinstance(model, DistributedDataParallel):
             return model
-        prepared = original(model, *args, **kwargs)
-        is_for_evaluation = kwargs.get("evaluation_mode", args[1:2] == (True,))
+        prepared = super().prepare_model(original, model, device_placement, evaluation_mode)
         is_trained = any(p.requires_grad for p in prepared.parameters())
-        if is_for_evaluation or not is_trained:
+        if evaluation_mode or not is_trained:
             return prepared
         if self.manager is None:
             self._start()

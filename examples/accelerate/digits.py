@@ -57,9 +57,10 @@ def main() -> None:
             accelerator.backward(nn.functional.cross_entropy(model(images), labels))
             optimizer.step()
 
+    accelerator.wait_for_everyone()  # with local SGD, the average of all processes is in place from here on
     model.eval()
     right = 0
-    with torch.no_grad():  # with local SGD the average of all processes is tested
+    with torch.no_grad():
         for images, labels in test:
             predicted, labels = accelerator.gather_for_metrics((model(images).argmax(dim=1), labels))
             right += (predicted == labels).sum().item()

@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations`: DDP compares the annotations of the hooks that are made here.
 
-import operator
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -32,6 +31,8 @@ from lightning_commhooks.runtime.runtime import Runtime
 from lightning_commhooks.runtime.source import Source
 from lightning_commhooks.sources.ddp_model import Trampoline, checked_model, device_of, register
 from lightning_commhooks.wrappers.scale import Accumulation, ScaleByGradAccumulation, without_scale
+
+_MANY_FORWARDS = 1024
 
 
 def resolve_hook(
@@ -92,6 +93,7 @@ class DDPSource(Source):
         self._used: set[str] | None = None
         self._handles: list[RemovableHandle] = []
         self._has_frozen = False
+        self._num_forwards = 0
         self._warned: set[str] = set()
 
     def resolve_hook(self, hook: object) -> CommHook | DDPHook:
@@ -114,7 +116,7 @@ class DDPSource(Source):
         runtime.passes.watch(
             model,
             self.layout.trained,
-            synchronizes=operator.attrgetter("require_backward_grad_sync"),
+            synchronizes=lambda model: self._synchronizes(model, runtime),
             not_synchronized=lambda: self._warn_of_second(runtime),
         )
 
@@ -199,6 +201,17 @@ class DDPSource(Source):
         if self._local.keeps_own_buffers:
             model.broadcast_buffers = False  # needed in the first forward of a wrapper, when training resumes
         self._local.before_forward(model.training)
+
+    def _synchronizes(self, model: DistributedDataParallel, runtime: Runtime) -> bool:
+        """Return whether the next backward averages gradients; warn if none of many does."""
+        self._num_forwards += 1
+        if self._num_forwards == _MANY_FORWARDS and not runtime.counters.steps:
+            warnings.warn(
+                f"hook {runtime.name!r} has not run yet: all {_MANY_FORWARDS} forwards were in no_sync(), where "
+                "DistributedDataParallel averages no gradients. For local SGD write hook='post_localsgd' instead",
+                stacklevel=2,
+            )
+        return model.require_backward_grad_sync
 
     def _warn_of_join(self) -> None:
         if "join" not in self._warned and self.process_group.rank() == 0:

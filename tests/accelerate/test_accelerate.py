@@ -71,6 +71,15 @@ def test_a_model_that_was_freed_has_no_part_in_a_checkpoint(results):
     assert "has the state of 2 communication hooks, but 1 models have one. They are reset to step 0" in text
 
 
+def test_one_process_may_unwrap_the_model_under_the_same_name():
+    stdout = run_twice("accelerate_runner.py", "unwrapped", PYTHONWARNINGS="ignore")
+    first, second = sorted((json.loads(line) for line in stdout.splitlines() if line.startswith("{")), key=str)
+    assert first["states"] == second["states"] == 1
+    assert first["sums"] == second["sums"] == [first["sums"][0]] * 2
+    # Freed by `free_memory`: at once where the model has no other name.
+    assert {tuple(first["closed"]), tuple(second["closed"])} == {(True, True), (False, True)}
+
+
 def test_mixed_precision(results):
     result = results["mixed_precision"]
     assert result["dtypes"] == ["torch.bfloat16"]
@@ -186,8 +195,8 @@ def in_one_process():
     accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
-            accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.prepare_model(torch.nn.Linear(2, 2))
+        accelerator.prepare(torch.nn.Linear(2, 2))
     assert handler.attachments == []
     return [str(w.message) for w in caught]
 

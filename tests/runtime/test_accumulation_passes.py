@@ -265,7 +265,8 @@ def warned(function, *args):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function(*args)
-    return [str(warning.message) for warning in caught if "not averaged over ranks" in str(warning.message)]
+    texts = [str(warning.message) for warning in caught]
+    return [text for text in texts if "not averaged over ranks" in text or "has not run yet" in text]
 
 
 @pytest.mark.parametrize(
@@ -309,6 +310,26 @@ def ordinary(ddp, rank):
 def _wrapped(rank, world, options, passes):
     with attached("allreduce", ddp_options=options) as (ddp, _):
         return warned(lambda: [(ddp.zero_grad(), passes(ddp, rank)) for _ in range(3)])
+
+
+def _never_synchronizes(rank, world, first):
+    with attached("bf16") as (ddp, _):
+        if first:
+            ordinary(ddp, rank)
+
+        def steps():
+            with ddp.no_sync():
+                for _ in range(1100):
+                    ordinary(ddp, rank)
+
+        return warned(steps)
+
+
+def test_a_hook_that_never_runs_warns_once(run):
+    for texts in run(_never_synchronizes, False):
+        (text,) = texts
+        assert text.startswith("hook 'bf16' has not run yet: all 1024 forwards were in no_sync()")
+    assert run(_never_synchronizes, True) == [[], []]
 
 
 def one_after_the_other(ddp, rank):

@@ -3,6 +3,7 @@
 import json
 import pickle
 import sys
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -20,7 +21,7 @@ from accelerate.utils import (
 from torch.utils.data import DataLoader
 
 from accelerate_integration import CommHookKwargs, CommHookTracker
-from lightning_commhooks import HookError, PowerSGD
+from lightning_commhooks import HookError, PostLocalSGD, PowerSGD
 
 HOOKS = {
     "name": "allreduce",
@@ -187,6 +188,33 @@ def freed() -> dict:
     return {"states": len(saved["attachments"]), "steps": steps, "texts": texts, "both": both}
 
 
+def unwrapped() -> dict:
+    """The usual end of a script: the main process unwraps the model under the same name, and saves it."""
+    handler = CommHookKwargs(hook=PostLocalSGD(start_localSGD_iter=0, period=4, post_local_gradient_allreduce=False))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    inner = torch.nn.Linear(64, 64)
+    model = train(accelerator, inner, steps=6)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        model = accelerator.unwrap_model(model)
+    saved = sum(p.double().sum().item() for p in inner.parameters())
+    with tempfile.TemporaryDirectory() as own:
+        folder = broadcast_object_list([own])[0]
+        accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        num_states = len(torch.load(Path(folder, "lightning_commhooks.bin"))["attachments"])
+        accelerator.wait_for_everyone()
+    accelerator.end_training()
+    accelerator.free_memory()
+    is_closed = handler.attachments[0].is_closed
+    del model
+    return {
+        "states": num_states,
+        "sums": [saved, sum(p.double().sum().item() for p in inner.parameters())],
+        "closed": [is_closed, handler.attachments[0].is_closed],
+    }
+
+
 def loaded_on_one_rank() -> str:
     """The error of a rank that loads alone, or goes on to train meanwhile. It ends the process group."""
     handler = CommHookKwargs(hook="int8")
@@ -232,4 +260,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:] == ["unwrapped"]:
+        print(json.dumps(unwrapped()), flush=True)
+    else:
+        main()
