@@ -3,7 +3,6 @@
 import json
 import pickle
 import sys
-import sys
 import tempfile
 import warnings
 from pathlib import Path
