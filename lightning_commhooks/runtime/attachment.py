@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import NoneType
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -193,7 +194,12 @@ class Attachment:
         if bound is None:
             return math.nan
         self.runtime.clock.end()
-        return self.runtime.call(lambda: math.hypot(*(residual.norm().item() for residual in bound.residuals())))
+
+        def norm() -> float:
+            # In float32 the squares of 1e20 are infinite, and those of 1e-23 are zero.
+            return math.hypot(*(residual.norm(dtype=torch.float64).item() for residual in bound.residuals()))
+
+        return self.runtime.call(norm)
 
     def steps_not_compressed(self) -> dict[str, int]:
         """Return the number of steps that sent at least as many bytes as plain DDP, by reason.

@@ -130,15 +130,15 @@ def test_steps_that_ranks_take_alone_have_no_error(run):
         assert metrics["exposed_ms"] > 0
 
 
-def residuals(rank, world, hook, steps):
-    """What is owed after steps whose gradients are the same on all ranks, as told and as the gradients tell."""
+def residuals(rank, world, hook, steps, scale=1.0):
+    """The norm of the residual after steps whose gradients are the same on all ranks: reported, and expected."""
     missing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     with attached(hook) as (ddp, attachment):
         for step in range(steps):
-            gradients = full_rank_gradients(0, step, SHAPES)
+            gradients = {name: scale * g for name, g in full_rank_gradients(0, step, SHAPES).items()}
             means = backward(ddp, gradients)
             missing = {name: missing[name] + gradients[name] - means[name] for name in SHAPES}
-        return attachment.residual_norm(), math.hypot(*(value.norm().item() for value in missing.values()))
+        return attachment.residual_norm(), math.hypot(*(m.double().norm().item() for m in missing.values()))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +157,12 @@ def test_residual_norm_is_that_of_what_was_not_sent(run, hook):
     for told, expected in run(residuals, hook, 3):
         assert told == pytest.approx(expected, rel=2e-3)
         assert told > 0
+
+
+@pytest.mark.parametrize("scale", [1e25, 1e-25])
+def test_residual_norm_of_any_magnitude(run, scale):
+    for told, expected in run(residuals, INT8, 3, scale):
+        assert told == pytest.approx(expected, rel=2e-3)
 
 
 def test_hooks_without_error_feedback_owe_nothing(run):
