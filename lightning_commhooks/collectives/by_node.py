@@ -87,7 +87,7 @@ def has_levels(group: Group) -> bool:
     sizes = [len(node) for node in group.nodes()]
     if len(set(sizes)) > 1:
         raise ValueError(
-            f"hierarchy='node' needs as many ranks on each node, which have {sizes}: each node counts as much as any "
-            "other. Start equal numbers of processes, or leave hierarchy out"
+            f"hierarchy='node' needs the same number of ranks on every node, and the nodes have {sizes}. Start equal "
+            "numbers of processes, or leave hierarchy out"
         )
     return len(sizes) > 1 and sizes[0] > 1

@@ -240,6 +240,8 @@ class BoundLocalSGD(AveragesModels):
             advice = earlier(self._config, step + 1)
             return f"hook={name!r} averages gradients over all ranks until start_localSGD_iter={start}; {advice}"
         never = step != ANY_LATER_STEP and self.is_local(step + 1) and not self.group.counters.averagings
+        # Before a resume there may have been averages.
+        never = never and max(self._num_steps.values(), default=0) < self._config.repeats_after()
         return f"hook={name!r} has never averaged models, the first period of steps has not ended" if never else None
 
 

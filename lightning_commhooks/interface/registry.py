@@ -61,7 +61,7 @@ def _inner_hook(hook: str | CommHook) -> CommHook:
     inner = get_hook(hook)
     if inner.is_outermost:
         name = type(inner).__name__
-        raise ValueError(f"{name} goes around all other hooks; it was put inside of one")
+        raise ValueError(f"{name} cannot be inside another hook: put the other hook inside {name}")
     if inner.is_uneven:
-        raise ValueError(f"{inner!r} lets ranks take different numbers of steps, and no other hook goes around it")
+        raise ValueError(f"{inner!r} cannot be inside another hook: with it, ranks take different numbers of steps")
     return inner

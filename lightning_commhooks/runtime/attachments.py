@@ -20,7 +20,10 @@ def attachment_of(model: nn.Module | None, attachments: Sequence[Attachment]) ->
     if not in_use:
         raise ValueError("no model has a communication hook: wrap one first. In a single process there is none")
     if len(found) != 1:
-        raise ValueError(f"{len(found)} of {len(in_use)} models with a hook may be meant: give the wrapped model")
+        raise ValueError(
+            f"{len(in_use)} models have a hook, and the call names {'none' if model is None else 'another one'}: give "
+            "the model that was wrapped"
+        )
     return found[0]
 
 

@@ -165,10 +165,10 @@ class LocalSteps:
             return
         fix = f"attach(model, {name!r}, optimizers=[...]), or Attachment.add_optimizer()"
         if len(unknown) == len(self.models.layout.trained):
-            raise HookError(f"hook {name!r} averages models after optimizer steps, but knows no optimizer of it: {fix}")
+            raise HookError(f"hook {name!r} averages models after optimizer steps, and knows no optimizer: write {fix}")
         warnings.warn(
             f"{len(unknown)} trained parameters, {unknown[0]!r} first, are in no optimizer that hook {name!r} knows "
-            f"and are never averaged. If something trains them: {fix}. If one has trained them before, they differ: "
+            f"and are never averaged. If an optimizer trains them, write {fix}; if it has stepped before, also "
             "Attachment.average_weights() on all ranks",
             stacklevel=2,
         )

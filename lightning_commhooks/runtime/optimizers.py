@@ -52,8 +52,8 @@ def register_step_hooks(
         )
     if callable(getattr(optimizer, "eval", None)):
         warnings.warn(
-            f"{type(optimizer).__name__}.eval() puts weights of its own in the model; ranks that step alone do not "
-            "average those. Average before: Attachment.average_weights()",
+            f"{type(optimizer).__name__}.eval() replaces the model's weights by its own, which are not averaged over "
+            "ranks: call Attachment.average_weights() before eval()",
             stacklevel=3,
         )
     # A step may be compiled.

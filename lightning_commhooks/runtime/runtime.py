@@ -445,8 +445,7 @@ class Runtime:
             if isinstance(start, float):
                 raise HookError(
                     f"{type(owner).__name__}({name}={start}) is a fraction of the run, and the number of training "
-                    f"steps is unknown: give {name}= a step; or the number of synchronized backwards, by "
-                    "num_steps= next to hook=, or in Lightning by Trainer(max_steps=)"
+                    f"steps is unknown: write {name}=100, num_steps=1000 next to hook=, or Trainer(max_steps=1000)"
                 )
 
     def reset(self) -> None:

@@ -229,10 +229,9 @@ class DDPSource(Source):
             return
         self._warned.add("second")
         warnings.warn(
-            "a backward has added gradients that are not averaged over ranks, which differ from now on: "
-            "DistributedDataParallel averages in one backward after its forwards, and this is one more, of the same "
-            "forward or of one before. Sum the losses and call backward once; or put all backwards but the last, with "
-            "their forwards, in no_sync()",
+            "a second backward ran after DistributedDataParallel had averaged the gradients of this step. What it has "
+            "added is not averaged over ranks, which differ from now on. Sum the losses and call backward once; or put "
+            "all backwards but the last, with their forwards, in no_sync()",
             stacklevel=2,
         )
 

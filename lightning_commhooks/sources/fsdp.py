@@ -172,8 +172,8 @@ class ShardedSource(Source):
         ("hook_state", "grad_scaler", "exact_state", "optimizers", "accumulation", "loss_divided_by"), _OF_DDP
     )
     limits = (
-        "FSDP hands over gradients flat and without names, of which a hook keeps no memory: use metrics(), and for "
-        "another wrapper attach()"
+        "not available with FSDP, which hands over gradients flat and without names, so hooks have no state to save: "
+        "leave the call out; for another wrapper call attach() again"
     )
     is_awaited = True
     # Whether hooks may have error feedback.

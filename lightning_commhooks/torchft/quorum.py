@@ -127,7 +127,10 @@ class Quorum(ChangingRanks):
         if any(not other.is_closed for other in before):
             raise ValueError("this manager has a model with a hook, and one is all it takes: put both in one module")
         if averages and not isinstance(runtime.method, LocalSGDConfig):
-            raise ValueError(f"hook={runtime.name!r} has a hook that averages models; with manager= give that alone")
+            raise ValueError(
+                f"hook={runtime.name!r} contains a hook that averages models; with manager= give that hook by itself, "
+                "such as hook=DiLoCo(...)"
+            )
         before.append(runtime)
         keep_in_forks(manager)
         self._runtime, self._finish = runtime, finish
@@ -155,7 +158,7 @@ class Quorum(ChangingRanks):
         """For what replicas do together in a step. What fails here fails for all that wait; not begun where it did."""
         with self._runtime.aborting():
             if self._manager.errored() is not None:
-                raise HookError("the step is lost")
+                raise HookError("this step was not committed, because a replica failed or left; it is repeated")
             yield
 
     def begin_backward(self) -> None:
@@ -272,9 +275,9 @@ class Quorum(ChangingRanks):
         if own not in (0, right):
             # Its other processes would not know.
             if self._runtime.source.shard:
-                raise ValueError(f"{text}: start it again")
+                raise ValueError(f"{text}. Start all processes of replica {wrong!r} again")
             manager.load_state_dict({"step": step - 1, "batches_committed": manager.batches_committed()})
-        raise HookError(f"{text}, and takes them over")
+        raise HookError(f"{text}, and loads them")
 
     def _compare(self, group: Group) -> None:
         """Compare the properties that must agree between members, or gloo ends them; report arrivals and departures."""
@@ -293,13 +296,19 @@ class Quorum(ChangingRanks):
                 "its replica joined. Start the replica again"
             )
         if any(one[2] < step for one in told):
-            raise HookError("a process of another replica did not get its shards")
+            raise HookError(
+                "a replica joined, and one of its processes received no state: that replica has to start again"
+            )
         unlike = [name for name, one in zip(names, told, strict=True) if one[0] != own]
         if unlike:
             # Earlier members, and newcomers in the majority, continue once that replica has left.
             is_new, are_few = self._received_state is not None or not self._there, 2 * len(unlike) >= len(told)
             kind = ValueError if is_new and are_few else HookError
-            raise kind(f"replica {unlike[0]!r} has another hook, other options of it, or another model")
+            raise kind(
+                f"replica {unlike[0]!r} differs from this one in its hook, the hook's options or the model's "
+                f"parameters: this one has hook={runtime.method!r} and {len(runtime.layout.shapes)} parameters. Start "
+                "all replicas with the same script and options"
+            )
         self._compare_weights(names, [one[3] for one in told], digest)
         before, self._there = self._there, {(name, one[1]) for name, one in zip(names, told, strict=True)}
         changes = {"left": before - self._there, "joined": self._there - before}
@@ -423,9 +432,9 @@ def _check_local(hook: LocalSGDConfig) -> None:
         )
     if pseudo_gradient_hook(hook.pseudo_gradient, hook.error_feedback).bind(Group(None)).has_memory:
         raise ValueError(
-            f"hook={hook.name!r}: delay={hook.delay} with pseudo_gradient={hook.pseudo_gradient!r}, whose memory an "
-            "average in flight has already changed when replicas lose it; with manager= set delay=0, or a "
-            "pseudo_gradient without memory, such as 'int4' with error_feedback=False"
+            f"hook={hook.name!r}: delay={hook.delay} does not work with pseudo_gradient={hook.pseudo_gradient!r} and "
+            "manager=, because error feedback cannot be undone when replicas lose an average. Set delay=0, or "
+            "pseudo_gradient='int4' with error_feedback=False"
         )
 
 

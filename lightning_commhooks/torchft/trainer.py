@@ -76,7 +76,10 @@ class TrainerReplica:
         if not trainer.lightning_module.automatic_optimization:
             raise ValueError("fault_tolerance= counts and repeats steps, which it cannot in manual optimization")
         if period is None and any(isinstance(optimizer, LBFGS) for optimizer in strategy.optimizers):
-            raise ValueError("fault_tolerance= votes on each backward, of which a step of LBFGS has several")
+            raise ValueError(
+                "fault_tolerance= does not work with LBFGS, which runs several backwards in a step: use another "
+                "optimizer, or a hook that averages models, such as DiLoCo"
+            )
         if period is not None and getattr(strategy.precision_plugin, "scaler", None) is not None:
             raise ValueError(
                 "a hook that averages models does not work with fault_tolerance= and precision='16-mixed', whose "
@@ -177,7 +180,10 @@ def _once(result: Any) -> Callable[[], Any]:
 
     def closure() -> Any:
         if not left:
-            raise HookError("fault_tolerance= votes on each backward, of which a step of this optimizer has several")
+            raise HookError(
+                "fault_tolerance= does not work with an optimizer that runs several backwards in a step: use another "
+                "optimizer"
+            )
         return left.pop()
 
     return closure

@@ -170,10 +170,12 @@ class _BoundScale(BoundAround):
         if not self.inner.is_local(bucket.step):
             yield from ranks.not_gradients().all_reduce_(total)
         if accumulated.num_weightless or (total.is_cpu and total[1] > 0):
-            count = accumulated.num_weightless or f"on another rank {total[1]:g}"
+            count, where = (
+                (accumulated.num_weightless, "") if accumulated.num_weightless else (total[1], " on other ranks")
+            )
             raise ValueError(
-                f"accumulation='weighted': {count} micro-batches of this step have no weight. Call "
-                "add_weight(num_tokens) between the forward and the backward of each"
+                f"accumulation='weighted': {count:g} micro-batches of this step{where} have no weight. Call "
+                "add_weight(num_tokens) before each backward on every rank"
             )
         # On a device, without synchronizing: gradients become NaN if a weight is missing on another rank.
         return total[0].item() if total.is_cpu else torch.where(total[1] == 0, total[:1], math.nan)

@@ -425,7 +425,7 @@ def attach_on(rank, world, hook):
 def test_uneven_nodes_are_refused_on_all_ranks(run):
     texts = on_nodes(run, [0, 0, 0, 1])(attach_on, lc.Int8(hierarchy="node"), world=4)
     assert len(set(texts)) == 1
-    assert "hierarchy='node' needs as many ranks on each node, which have [3, 1]" in texts[0]
+    assert "hierarchy='node' needs the same number of ranks on every node, and the nodes have [3, 1]" in texts[0]
 
 
 def test_one_node_is_warned_of(run):

@@ -165,7 +165,9 @@ def test_replicas_with_other_weights_take_over_those_of_most():
     assert len(steps) == 1
     quorum._compare_weights(names, [6, 6, 0, 6], 6)
     source.shard = [[0, 2]]
-    with pytest.raises(ValueError, match="replica 'one' has other weights than 'two': start it again"):
+    with pytest.raises(
+        ValueError, match=r"replica 'one' has other weights than 'two'\. Start all processes of replica 'one'"
+    ):
         quorum._compare_weights(names, digests, 5)
     manager.current_step = lambda: 0
     with pytest.raises(ValueError, match="replicas begin with different weights"):
@@ -214,7 +216,7 @@ def test_another_hook_is_refused_where_it_joins(start):
     with run.replicas.pop("three") as refused:
         refused.finish(10)
         assert refused.returncode == 1
-        assert "replica 'one' has another hook, other options of it, or another model" in "".join(refused.printed())
+        assert "replica 'one' differs from this one in its hook" in "".join(refused.printed())
     before = len(run.steps("one"))
     run.wait_until(lambda: len(run.steps("one")) > before + 5)
     run.finish()
@@ -224,7 +226,7 @@ def test_another_hook_is_refused_where_it_joins(start):
 @pytest.mark.parametrize(
     ("of_one", "of_two", "message"),
     [
-        ({"hook": "int8"}, {"hook": "bf16"}, "replica '(one|two)' has another hook, other options of it, or another"),
+        ({"hook": "int8"}, {"hook": "bf16"}, "replica '(one|two)' differs from this one in its hook"),
         ({"hook": "diloco"}, {"hook": "diloco", "differs": True}, "replicas begin with different weights"),
     ],
 )
@@ -315,7 +317,7 @@ def wrapped(manager, hook="int8", **options):
             "delay=2 with pseudo_gradient='int8'",
         ),
         (lc.HierarchicalLocalSGD(period_group_size_dict={2: None}), "averages in subgroups"),
-        (lc.Schedule({0: lc.DiLoCo(post_local_gradient_allreduce=False)}), "with manager= give that alone"),
+        (lc.Schedule({0: lc.DiLoCo(post_local_gradient_allreduce=False)}), "with manager= give that hook by itself"),
         ("powersdg", "did you mean 'powersgd'"),
         (
             default_hooks.fp16_compress_hook,

@@ -139,8 +139,8 @@ UNEVEN = lc.DiLoCo(period_seconds=60, post_local_gradient_allreduce=False)
         (lambda: lc.DiLoCo(delay=2, period_seconds=60), "delay=2 does not go with period_seconds=60"),
         (lambda: lc.DiLoCo(fragments=2, period_seconds=60), "fragments=2 does not go with period_seconds=60"),
         (lambda: lc.DiLoCo(eager=True, period_seconds=60), "eager=True does not go with period_seconds=60"),
-        (lambda: lc.Schedule({0: UNEVEN}), "no other hook goes around it"),
-        (lambda: lc.PerParameter({"*": UNEVEN}), "no other hook goes around it"),
+        (lambda: lc.Schedule({0: UNEVEN}), "cannot be inside another hook"),
+        (lambda: lc.PerParameter({"*": UNEVEN}), "cannot be inside another hook"),
         (lambda: CommHookKwargs(hook=UNEVEN), "Accelerate makes all wait for each other"),
     ],
 )

@@ -511,6 +511,27 @@ def test_what_never_began_is_warned_of_at_the_end_of_a_run_of_unknown_length(run
     assert not any("training ended after" in text for text in texts), "fewer steps than were told"
 
 
+def closed_after_a_resume(rank, world, resumes_at):
+    """What is said at the end of a run of 21 steps, which resumed in another process."""
+    state, texts = None, []
+    for steps in (range(resumes_at), range(resumes_at, 21)):
+        with attached(lc.PostLocalSGD(period=16, **ALONE), WIDE) as (ddp, attachment):
+            optimizer = zero_lr(ddp)
+            attachment.add_optimizer(optimizer)
+            if state is not None:
+                attachment.load_state_dict(state)
+            for step in steps:
+                backward(ddp, full_rank_gradients(rank, step, WIDE))
+                optimizer.step()
+            state = attachment.state_dict()
+            texts = closing_texts(attachment)
+    return [text for text in texts if "has never averaged" in text]
+
+
+def test_averages_before_a_resume_count(run):
+    assert run(closed_after_a_resume, 17)[0] == []
+
+
 def test_moves_of_models_that_are_sent_as_they_are(run):
     hook = lc.DiLoCo(period=2, pseudo_gradient=lc.Int8(block_size=2**20), **ALONE)
     (_, (text,), _), _ = run(told, hook, 1000, WIDE, 0, 9)
