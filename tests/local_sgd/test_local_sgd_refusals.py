@@ -238,4 +238,4 @@ def test_parameters_that_come_and_go_are_named(run):
         assert len(added) == len(left) == 1
         assert added[0].startswith("2 parameters, 'layers.2.weight' first, are new in the model since hook 'post_local")
         assert left[0].startswith("2 trained parameters, 'layers.0.weight' first, are in no optimizer that hook")
-        assert "If one has trained them before, they differ: Attachment.average_weights()" in left[0]
+        assert "if it has stepped before, also Attachment.average_weights()" in left[0]
