@@ -229,8 +229,8 @@ class DDPSource(Source):
             return
         self._warned.add("second")
         warnings.warn(
-            "a second backward ran after DistributedDataParallel had averaged the gradients of this step. What it has "
-            "added is not averaged over ranks, which differ from now on. Sum the losses and call backward once; or put "
+            "a second backward ran after DistributedDataParallel had averaged the gradients of this step. Its "
+            "gradients are not averaged over ranks, so ranks differ from now on. Sum the losses and call backward once; or put "
             "all backwards but the last, with their forwards, in no_sync()",
             stacklevel=2,
         )
