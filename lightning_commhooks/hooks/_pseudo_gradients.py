@@ -245,6 +245,11 @@ def pseudo_gradient_hook(given: PseudoGradient | CommHook, error_feedback: bool)
     return dataclasses.replace(hook, use_error_feedback=True)  # type: ignore[type-var]
 
 
+def has_residuals(given: PseudoGradient | CommHook, error_feedback: bool) -> bool:
+    """Whether the hook that averages pseudo-gradients has error feedback."""
+    return pseudo_gradient_hook(given, error_feedback).bind(Group(None)).has_memory
+
+
 def _checked(hook: CommHook, error_feedback: bool) -> CommHook:
     name = type(hook).__name__
     if error_feedback:

@@ -71,13 +71,14 @@ class DiLoCo(LocalSGDConfig):
             parts if one parameter is larger than a part should be.
         delay: number of steps for which an average is in flight while ranks continue to train: it begins that many
             steps before it is applied. At most `period`. 0: ranks wait for it. An average in flight when training ends
-            is not applied: models are averaged then anyway.
+            is not applied: models are averaged instead. With `delay=period` they do not contain its changes, so what
+            ranks have learned in its period is lost.
         mixing: weight of a rank's own model in the model with which the rank continues; the rest is the common model
             (`alpha` in the paper). `None`: 0.5 with a `delay` below the period, as in the paper; otherwise 0, which
             means that ranks continue from the common model. With 0, the ranks' steps within `delay` are lost, unless
             `delay` is the period.
         eager: apply 1/w of a rank's own change at once, and the other ranks' changes a period later. `delay` is the
-            period.
+            period. At the end of training (w-1)/w of the changes in the last period are lost.
         period_seconds: for ranks of different speeds: a rank's period has as many steps as the rank can take in that
             time, and its pseudo-gradient is weighted by its number of steps, as in dynamic local updates, Liu et al.
             2024, https://arxiv.org/abs/2401.09135, section 5. The first period has `period` steps, from which a rank

@@ -230,8 +230,8 @@ class DDPSource(Source):
         self._warned.add("second")
         warnings.warn(
             "a second backward ran after DistributedDataParallel had averaged the gradients of this step. Its "
-            "gradients are not averaged over ranks, so ranks differ from now on. Sum the losses and call backward once; or put "
-            "all backwards but the last, with their forwards, in no_sync()",
+            "gradients are not averaged over ranks, so ranks differ from now on. Sum the losses and call backward "
+            "once; or put all backwards but the last, with their forwards, in no_sync()",
             stacklevel=2,
         )
 

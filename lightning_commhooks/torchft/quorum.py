@@ -22,7 +22,7 @@ from lightning_commhooks.collectives.errors import HookError, keep_in_forks
 from lightning_commhooks.collectives.group import Group
 from lightning_commhooks.hooks import DiLoCo, PostLocalSGD
 from lightning_commhooks.hooks._local_sgd import LocalSGDConfig
-from lightning_commhooks.hooks._pseudo_gradients import at_least_float32, pseudo_gradient_hook
+from lightning_commhooks.hooks._pseudo_gradients import at_least_float32, has_residuals
 from lightning_commhooks.interface.averages_models import averages_models
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.hook_state import describe
@@ -430,7 +430,7 @@ def _check_local(hook: LocalSGDConfig) -> None:
             f"hook={hook.name!r}: with delay={hook.delay}, the period, replicas keep no copy of the changes in flight "
             f"and lose them when one of them leaves; with manager= set it to at most {hook.period - 1}"
         )
-    if pseudo_gradient_hook(hook.pseudo_gradient, hook.error_feedback).bind(Group(None)).has_memory:
+    if has_residuals(hook.pseudo_gradient, hook.error_feedback):
         raise ValueError(
             f"hook={hook.name!r}: delay={hook.delay} does not work with pseudo_gradient={hook.pseudo_gradient!r} and "
             "manager=, because error feedback cannot be undone when replicas lose an average. Set delay=0, or "

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lightning_commhooks.collectives.group import Group
+from lightning_commhooks.hooks._pseudo_gradients import has_residuals
+from lightning_commhooks.hooks.diloco import DiLoCo
 from lightning_commhooks.interface.averages_models import common_choice_of_buffers
 from lightning_commhooks.interface.hook import BoundHook, CommHook
 from lightning_commhooks.interface.registry import get_hook, get_inner_hook
-from lightning_commhooks.interface.start import late_starts, started_at_once
+from lightning_commhooks.interface.start import hooks_in, late_starts, started_at_once
 from lightning_commhooks.interface.state import StateReader
 from lightning_commhooks.wrappers._turns import BoundSwitch
 from lightning_commhooks.wrappers.hook_name import HookName
@@ -22,8 +24,9 @@ class Schedule(CommHook):
 
     For example, `Schedule({0: "bf16", 1000: PowerSGD(matrix_approximation_rank=4)})`. All hooks count steps from the
     start of training: a PowerSGD that begins at step 1000 has passed its `start_powerSGD_iter=1000`. When a hook with
-    error feedback is replaced, its residuals are added to the gradients of its successor's first step. When a hook
-    with local steps is replaced, models are averaged after that step; by another one, at that one's first average.
+    error feedback is replaced, its residuals are added to the gradients of its successor's first step; those of
+    DiLoCo's pseudo-gradients are lost, with a warning. When a hook with local steps is replaced, models are averaged
+    after that step; by another one, at that one's first average.
 
     Args:
         hooks: hooks by the step at which their phase begins, one of them 0; each hook is a name or a `CommHook`. A step
@@ -74,6 +77,13 @@ class Schedule(CommHook):
             for (begin, hook), end in zip(phases.items(), [*phases][1:], strict=False)
             for _, name, value in late_starts(hook)
             if isinstance(value, int) and value >= end
+        ]
+        texts += [
+            f"hook=Schedule: the phase that begins at step {begin} ends at {end}, and the residuals of {each.name!r} "
+            "are lost then: choose a pseudo_gradient without error feedback, or make this the last phase"
+            for (begin, hook), end in zip(phases.items(), [*phases][1:], strict=False)
+            for each in hooks_in(hook)
+            if isinstance(each, DiLoCo) and has_residuals(each.pseudo_gradient, each.error_feedback)
         ]
         return super().check_parameters(names) + texts
 

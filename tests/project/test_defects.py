@@ -146,6 +146,14 @@ def test_schedule_warns_when_a_phase_ends_before_its_hook_begins_to_compress():
     assert hash(schedule) == hash(lc.Schedule({3: "bf16", 0: lc.PowerSGD()}))
 
 
+@pytest.mark.parametrize(("given", "num"), [("topk", 1), ("int4", 0), (lc.PowerSGD(start_powerSGD_iter=0), 1)])
+def test_schedule_warns_of_residuals_that_it_loses(given, num):
+    outer = lc.DiLoCo(pseudo_gradient=given)
+    texts = lc.Schedule({0: outer, 9: "bf16"}).check_parameters([])
+    assert [text.partition(", and ")[2][:31] for text in texts] == ["the residuals of 'diloco' are l"] * num
+    assert lc.Schedule({0: "bf16", 9: outer}).check_parameters([]) == [], "it is the last phase"
+
+
 def resumed_statistics(rank, world):
     hook = lc.Schedule({0: "bf16", 2: lc.PowerSGD(start_powerSGD_iter=0)})
     with attached(hook) as (ddp, attachment):
