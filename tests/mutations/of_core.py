@@ -30,6 +30,22 @@ MUTATIONS = [
         "tests/local_sgd/test_local_sgd_counts.py -k 'start_and_period'",
     ),
     Mutation(
+        "waits_before_each_batch",
+        f"{PACKAGE}/lightning/sigterm.py",
+        "if self._asked_at == averagings and runtime.bound.is_local(runtime.clock.steps):",
+        "if False:",
+        "All ranks wait for rank 0 before each batch of local steps, as in Lightning itself.",
+        "tests/lightning/test_local_sgd_lightning.py -k waiting",
+    ),
+    Mutation(
+        "model_with_one_name",
+        "accelerate_integration/accelerator_events.py",
+        '        self._models[getattr(model, "module", model)] = model\n',
+        "",
+        "A rank that binds its model's name to the module inside loses the hook.",
+        "tests/accelerate/test_accelerate.py -k unwrap",
+    ),
+    Mutation(
         "step_of_a_checkpoint",
         f"{PACKAGE}/runtime/local_steps.py",
         'return all(float(group.get("lr", 1)) == 0 for group in optimizer.param_groups)',
