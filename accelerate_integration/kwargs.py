@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -278,7 +279,7 @@ class CommHookKwargs(DistributedDataParallelKwargs):
             grad_scaler=None if accelerator is None else accelerator.scaler,
             exact_state=self.exact_state,
             accumulation=self.accumulation,
-            loss_divided_by=1 if accelerator is None else self.events(accelerator).loss_divided_by,
+            loss_divided_by=1 if accelerator is None else _divisor(self.events(accelerator)),
             num_steps=self.num_steps,
         )
         self._attached(attachment, accelerator)
@@ -293,6 +294,12 @@ def shown(hook: object) -> str:
     if isinstance(hook, type):
         return f"{hook.__name__}()"
     return code(hook).replace('"', "'") if isinstance(hook, CommHook) else getattr(hook, "__name__", repr(hook))
+
+
+def _divisor(events: AcceleratorEvents) -> Callable[[], float]:
+    """The divisor of the loss, as a function that does not keep the accelerator's models."""
+    reference = weakref.ref(events)
+    return lambda: 1.0 if (one := reference()) is None else one.loss_divided_by()
 
 
 def _restored(kind: type[CommHookKwargs], state: dict[str, Any]) -> CommHookKwargs:

@@ -155,7 +155,7 @@ class AveragesModelsMixin(Strategy):
             show(self.lightning_module.trainer, line, has_ended=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(super().__getstate__(), _evaluation=ExitStack())
+        return dict(super().__getstate__(), _evaluation=ExitStack(), _sigterm=None)
 
     def teardown(self) -> None:
         """Close the hook, then tear the strategy down."""

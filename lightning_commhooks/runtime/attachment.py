@@ -194,12 +194,10 @@ class Attachment:
         if bound is None:
             return math.nan
         self.runtime.clock.end()
-
-        def norm() -> float:
-            # In float32 the squares of 1e20 are infinite, and those of 1e-23 are zero.
-            return math.hypot(*(residual.norm(dtype=torch.float64).item() for residual in bound.residuals()))
-
-        return self.runtime.call(norm)
+        # In float32 the squares of 1e20 are infinite, and those of 1e-23 are zero.
+        return self.runtime.call(
+            lambda: math.hypot(*(residual.norm(dtype=torch.float64).item() for residual in bound.residuals()))
+        )
 
     def steps_not_compressed(self) -> dict[str, int]:
         """Return the number of steps that sent at least as many bytes as plain DDP, by reason.

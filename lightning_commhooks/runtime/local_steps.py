@@ -228,11 +228,13 @@ class LocalSteps:
                 end_ignoring()
             self._end_ignoring = []
             return
+        if not (ended := self._steps.end(optimizer, options)):
+            return  # it is within another step
         # Only now: the step may have called a closure with the backward.
         self._lacks_backward = self._is_unsynchronized(optimizer)
-        self._stepped_at[optimizer] = self._runtime.counters.steps
-        for ended, verdict in self._steps.end(optimizer, options):
-            self._after_step(ended, verdict)
+        self._stepped_at.update(dict.fromkeys((optimizer, *(one for one, _ in ended)), self._runtime.counters.steps))
+        for one, verdict in ended:
+            self._after_step(one, verdict)
 
     def _after_step(self, optimizer: Optimizer, verdict: Verdict) -> None:
         stepped = self.models.stepped(optimizer, self._runtime.clock.steps - 1)

@@ -204,10 +204,11 @@ class DDPSource(Source):
 
     def _synchronizes(self, model: DistributedDataParallel, runtime: Runtime) -> bool:
         """Return whether the next backward averages gradients; warn if none of many does."""
-        self._num_forwards += 1
+        self._num_forwards += not model.require_backward_grad_sync
         if self._num_forwards == _MANY_FORWARDS and not runtime.counters.steps:
+            self._num_forwards += 1
             warnings.warn(
-                f"hook {runtime.name!r} has not run yet: all {_MANY_FORWARDS} forwards were in no_sync(), where "
+                f"hook {runtime.name!r} has not run yet, after {_MANY_FORWARDS} forwards in no_sync(), where "
                 "DistributedDataParallel averages no gradients. For local SGD write hook='post_localsgd' instead",
                 stacklevel=2,
             )

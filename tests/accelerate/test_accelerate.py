@@ -71,6 +71,10 @@ def test_a_model_that_was_freed_has_no_part_in_a_checkpoint(results):
     assert "has the state of 2 communication hooks, but 1 models have one. They are reset to step 0" in text
 
 
+def test_a_model_is_collected_with_its_accelerator(results):
+    assert results["collected"] == [True, True]
+
+
 def test_one_process_may_unwrap_the_model_under_the_same_name():
     stdout = run_twice("accelerate_runner.py", "unwrapped", PYTHONWARNINGS="ignore")
     first, second = sorted((json.loads(line) for line in stdout.splitlines() if line.startswith("{")), key=str)

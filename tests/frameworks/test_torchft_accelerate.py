@@ -159,9 +159,10 @@ def test_what_nobody_has_voted_on_is_refused():
 
 def test_the_model_between_averages_is_told():
     accelerator, handler = accelerator_of()
-    own = SimpleNamespace(is_closed=False, averages_models=True, averages_when_asked=False, models_differ=True)
-    handler.events(accelerator).add(own)
     model = torch.nn.Linear(2, 2)
+    own = SimpleNamespace(is_closed=False, averages_models=True, averages_when_asked=False, models_differ=True)
+    own.runtime = SimpleNamespace(model=lambda: model)
+    handler.events(accelerator).add(own)
     with pytest.warns(UserWarning, match=r"the model of one rank.*when the manager's current_step\(\) has changed"):
         accelerator.get_state_dict(model)
     own.models_differ = False

@@ -194,16 +194,17 @@ def test_what_evaluation_and_checkpoints_send(trained, label, every, row):
 
 def test_sigterm_ends_all_ranks_after_the_next_average(tmp_path):
     results = launch(tmp_path, "sigterm")
-    for label in ("sigterm-first", "sigterm-all"):
+    for label in ("sigterm-first", "sigterm-second", "sigterm-all"):
         for rank in (0, 1):
             ended = results(label, rank)
             assert (ended["steps"], ended["error"]) == (8, "SIGTERMException"), (label, rank)
 
 
 def test_no_waiting_for_rank_0_in_local_steps(tmp_path):
-    results = launch(tmp_path, "broadcasts")
+    results = launch(tmp_path, "waits", "pickled")
     # Before the first of 16 batches, and after each average but the one after the last batch.
     assert results("post-calls")["calls"] == [1] * 4
     # Before each of five batches of warm-up, and after the averages of eight, eleven and fourteen batches.
     assert results("warmup-calls")["calls"] == [1] * (5 + 3)
     assert results("post-calls")["left"] == []
+    assert results("pickled")["name"] == "_broadcast_sigterm_tensor"

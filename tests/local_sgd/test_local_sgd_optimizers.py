@@ -377,25 +377,34 @@ def test_a_closure_that_ends_a_window(run):
     assert run(accumulate_with_closures) == [0, 0]
 
 
-def look_alone(rank, world):
+class StepOfItsBase(torch.optim.SGD):
+    """The hooks of a step run twice, once PyTorch has made the step of SGD report its own."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def look_alone(rank, world, optimizer_class):
     """The number of averages after two steps, a forward of one rank in `no_sync()`, and an evaluation by all."""
     model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.SGD(make_model().parameters(), lr=0.1)
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
     hook = METHODS["post"][0](period=3, **{**ALONE, "start_localSGD_iter": 99})
     with local(model, hook, [optimizer]) as (ddp, attachment):
         for step in range(2):
             optimizer.zero_grad()
             loss(ddp, batch(rank, step, "both"), "both").backward()
+            if rank == 0:
+                with ddp.no_sync():
+                    loss(ddp, batch(rank, 2, "both"), "both")
             optimizer.step()
-        if rank == 0:
-            with ddp.no_sync():
-                loss(ddp, batch(rank, 2, "both"), "both")
         with attachment.averaged_weights():
             return attachment.metrics()["averagings"]
 
 
-def test_a_forward_of_one_rank_decides_nothing(run):
-    assert run(look_alone) == [0, 0]
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, StepOfItsBase])
+def test_a_forward_of_one_rank_decides_nothing(run, optimizer_class):
+    assert run(look_alone, optimizer_class) == [0, 0]
 
 
 def compiled_steps(rank, world):

@@ -614,7 +614,7 @@ def starts(rank, world):
                 backward(ddp, full_rank_gradients(rank, step, WIDE))
                 numel.append(attachment.metrics()["numel_compressed"])
             found[label] = [start for *_, start in late_starts(attachment.hook)], [one > 0 for one in numel]
-    message = r"PowerSGD\(start_powerSGD_iter=0.25\) is a fraction of the run, and .*by num_steps= next to hook="
+    message = r"PowerSGD\(start_powerSGD_iter=0.25\) is a fraction of the run, and .*num_steps=1000 next to hook="
     with begun(fraction, None) as (ddp, _), pytest.raises(lc.HookError, match=message):
         backward(ddp, full_rank_gradients(rank, 0, WIDE))
     return found

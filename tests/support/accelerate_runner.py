@@ -1,10 +1,12 @@
 """Run by `test_accelerate.py` in each of two processes: train with `CommHookKwargs`, print one line of JSON."""
 
+import gc
 import json
 import pickle
 import sys
 import tempfile
 import warnings
+import weakref
 from pathlib import Path
 
 import torch
@@ -187,6 +189,19 @@ def freed() -> dict:
     return {"states": len(saved["attachments"]), "steps": steps, "texts": texts, "both": both}
 
 
+def collected() -> list[bool]:
+    """Whether a model is collected with its accelerator, without `free_memory`."""
+    gone = []
+    for accumulation in ("framework", "mean"):
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[CommHookKwargs(hook="bf16", accumulation=accumulation)])
+        model = train(accelerator, torch.nn.Linear(64, 64), steps=2)
+        reference = weakref.ref(model)
+        del accelerator, model
+        gc.collect()
+        gone.append(reference() is None)
+    return gone
+
+
 def unwrapped() -> dict:
     """The usual end of a script: the main process unwraps the model under the same name, and saves it."""
     handler = CommHookKwargs(hook=PostLocalSGD(start_localSGD_iter=0, period=4, post_local_gradient_allreduce=False))
@@ -235,7 +250,7 @@ def loaded_on_one_rank() -> str:
 
 def main() -> None:
     results = {"two_models": two_models(), "mixed_precision": mixed_precision(), "pickled": pickled()}
-    results["freed"] = freed()
+    results["freed"], results["collected"] = freed(), collected()
     for key, hook in HOOKS.items():
         torch.manual_seed(0)
         handler = CommHookKwargs(hook=hook, bucket_cap_mb=1, find_unused_parameters=True)

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import pickle
 import signal
 import sys
 import warnings
@@ -205,31 +206,33 @@ class Ended(pl.Callback):
 
 
 def sigterm():
-    for label, ranks in (("sigterm-first", (0,)), ("sigterm-all", range(DEVICES))):
+    for label, ranks in (("sigterm-first", (0,)), ("sigterm-second", (1,)), ("sigterm-all", range(DEVICES))):
         with suppress(SystemExit):
             train(label, CompressedDDP(hook=POST), Terminated(ranks), batches=20, more=[Ended(label)])
 
 
-def broadcasts():
-    """How often ranks wait for rank 0 in an epoch."""
-    stock, calls = torch.distributed.broadcast, []
-
-    def broadcast(tensor, *args, **kwargs):
-        calls.append(tensor.numel())
-        return stock(tensor, *args, **kwargs)
-
-    torch.distributed.broadcast = broadcast
+def waits():
+    """How often ranks ask each other for a SIGTERM in an epoch."""
     for label in ("post", "warmup"):
-        calls.clear()
-        trainer = train(f"broadcasts-{label}", CompressedDDP(hook=HOOKS[label]), Regression(), batches=16)
-        names = {*vars(trainer.fit_loop.epoch_loop), *vars(trainer._signal_connector)}
-        write(
-            f"{label}-calls",
-            trainer.global_rank,
-            calls=calls,
-            left=sorted(names & {"_broadcast_sigterm_tensor", "_sigterm_notifier_fn"}),
+        strategy, calls = CompressedDDP(hook=HOOKS[label]), []
+        stock = strategy.reduce_boolean_decision
+        strategy.reduce_boolean_decision = lambda *args, stock=stock, calls=calls, **kw: (
+            calls.append(1) or stock(*args, **kw)
         )
-    torch.distributed.broadcast = stock
+        trainer = train(f"waits-{label}", strategy, Regression(), batches=16)
+        names = {*vars(trainer.fit_loop.epoch_loop), *vars(trainer._signal_connector)}
+        left = sorted(names & {"_broadcast_sigterm_tensor", "_sigterm_notifier_fn"})
+        write(f"{label}-calls", trainer.global_rank, calls=calls, left=left)
+
+
+class Pickled(pl.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        loop = pickle.loads(pickle.dumps(trainer.fit_loop.epoch_loop))
+        write("pickled", trainer.global_rank, name=loop._broadcast_sigterm_tensor.func.__name__)
+
+
+def pickled():
+    train("pickled-fit", CompressedDDP(hook=POST), Regression(), batches=2, more=[Pickled()])
 
 
 if __name__ == "__main__":
