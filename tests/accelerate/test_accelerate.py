@@ -200,6 +200,7 @@ def in_one_process():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         accelerator.prepare_model(torch.nn.Linear(2, 2))
+        assert caught, "prepare_model() says it as well"
         accelerator.prepare(torch.nn.Linear(2, 2))
     assert handler.attachments == []
     return [str(w.message) for w in caught]
