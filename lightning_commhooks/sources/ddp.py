@@ -205,8 +205,9 @@ class DDPSource(Source):
     def _synchronizes(self, model: DistributedDataParallel, runtime: Runtime) -> bool:
         """Return whether the next backward averages gradients; warn if none of many does."""
         self._num_forwards += not model.require_backward_grad_sync
-        if self._num_forwards == _MANY_FORWARDS and not runtime.counters.steps:
-            self._num_forwards += 1
+        is_many = self._num_forwards >= _MANY_FORWARDS and not runtime.counters.steps
+        if is_many and "unsynchronized" not in self._warned:
+            self._warned.add("unsynchronized")
             warnings.warn(
                 f"hook {runtime.name!r} has not run yet, after {_MANY_FORWARDS} forwards in no_sync(), where "
                 "DistributedDataParallel averages no gradients. For local SGD write hook='post_localsgd' instead",

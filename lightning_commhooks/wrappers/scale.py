@@ -170,9 +170,8 @@ class _BoundScale(BoundAround):
         if not self.inner.is_local(bucket.step):
             yield from ranks.not_gradients().all_reduce_(total)
         if accumulated.num_weightless or (total.is_cpu and total[1] > 0):
-            count, where = (
-                (accumulated.num_weightless, "") if accumulated.num_weightless else (total[1], " on other ranks")
-            )
+            count = accumulated.num_weightless or total[1]
+            where = "" if accumulated.num_weightless else " on other ranks"
             raise ValueError(
                 f"accumulation='weighted': {count:g} micro-batches of this step{where} have no weight. Call "
                 "add_weight(num_tokens) before each backward on every rank"

@@ -71,17 +71,18 @@ class Schedule(CommHook):
 
     def check_parameters(self, names: Sequence[str]) -> list[str]:
         phases = self._phases
+        ended = [(begin, end, hook) for (begin, hook), end in zip(phases.items(), [*phases][1:], strict=False)]
         texts = [
             f"hook=Schedule: the phase that begins at step {begin} ends at {end}, before {name}={value}: it does not "
             f"compress. Lower {name}, or make the phase longer"
-            for (begin, hook), end in zip(phases.items(), [*phases][1:], strict=False)
+            for begin, end, hook in ended
             for _, name, value in late_starts(hook)
             if isinstance(value, int) and value >= end
         ]
         texts += [
             f"hook=Schedule: the phase that begins at step {begin} ends at {end}, and the residuals of {each.name!r} "
             "are lost then: choose a pseudo_gradient without error feedback, or make this the last phase"
-            for (begin, hook), end in zip(phases.items(), [*phases][1:], strict=False)
+            for begin, end, hook in ended
             for each in hooks_in(hook)
             if isinstance(each, DiLoCo) and has_residuals(each.pseudo_gradient, each.error_feedback)
         ]
